@@ -1,0 +1,100 @@
+# What a person, a hook or CI runs. `make help` lists it. Needs GNU make, Python 3.11 or later with its venv
+# module, and for the first run a package index that pip can reach. Works as root and as a plain user. From
+# another folder use `make --no-print-directory -C DIR demo`, so that the JSON stays the last line.
+
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SEEDS ?= 2000
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+SERVE_ARGS ?=
+SIM_ARGS ?=
+TEST_ARGS ?=
+
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install
+LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  Variables: PYTHON VENV SEEDS DEMO_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS"
+
+.PHONY: demo
+demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
+	@$(BIN)/ucm-meta demo $(DEMO_ARGS)
+
+.PHONY: serve
+serve: $(VENV)/.ready-server ## Run the service on SQLite, on the loopback address
+	@$(BIN)/ucm-meta serve $(SERVE_ARGS)
+
+.PHONY: test
+test: $(VENV)/.ready-dev ## Run the tests that are not slow
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+.PHONY: test-all
+test-all: $(VENV)/.ready-dev ## Run every test, the slow ones too
+	@$(BIN)/python -m pytest -m "" $(TEST_ARGS)
+
+.PHONY: torture
+torture: $(VENV)/.ready-dev ## Run all kill, stall and full-disk tests, the slow ones too
+	@$(BIN)/python -m pytest -m "" tests/torture $(TEST_ARGS)
+
+.PHONY: security
+security: $(VENV)/.ready-dev ## Run all hostile-input tests, the slow ones too
+	@$(BIN)/python -m pytest -m "" tests/security $(TEST_ARGS)
+
+.PHONY: sim
+sim: $(VENV)/.ready-dev ## Seeded histories of the core against a naive model (SEEDS=2000); last line is JSON
+	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS) $(SIM_ARGS)
+
+.PHONY: bench
+bench: $(VENV)/.ready-dev ## Measure the service over the wire and print a table
+	@$(BIN)/python tests/bench/run.py $(BENCH_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.ready-dev ## Check style, types and the import contracts
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo "lint: 'make format' formats these" >&2; exit 1; }
+	@$(BIN)/mypy
+	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
+
+.PHONY: format
+format: $(VENV)/.ready-dev ## Format the code and mend what can be mended mechanically
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+.PHONY: lock
+lock: $(VENV)/.ready-dev ## Resolve the newest allowed dependencies into requirements/*.lock
+	@$(LOCK) --upgrade pyproject.toml --extra server --group dev -o requirements/dev.lock
+	@$(LOCK) --upgrade --constraint requirements/dev.lock pyproject.toml --extra server -o requirements/server.lock
+	@$(LOCK) --upgrade --constraint requirements/dev.lock pyproject.toml -o requirements/base.lock
+	@$(LOCK) --upgrade --constraint requirements/dev.lock --group build -o requirements/build.lock
+
+.PHONY: clean
+clean: ## Remove caches and build outputs, and the virtual environment
+	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	@rm -rf $(VENV)
+
+# Set-up happens once for each lock: a stamp in the environment says what it holds.
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+		echo "error: no '$(PYTHON)' on PATH; install Python 3.11 or later, or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: '$(PYTHON)' is $$($(PYTHON) -V 2>&1), and 3.11 or later is needed; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "error: '$(PYTHON)' lacks its venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "creating $(VENV) with $$($(PYTHON) -V 2>&1)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready-%: requirements/%.lock requirements/build.lock pyproject.toml | $(BIN)/python
+	@echo "installing requirements/$*.lock into $(VENV) (once; about a minute)"
+	@$(PIP_INSTALL) --require-hashes -r requirements/build.lock -r requirements/$*.lock
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@

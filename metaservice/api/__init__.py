@@ -1,0 +1,1 @@
+"""The HTTP face of a replica: guards, decode, command, reply. No business rule lives here."""

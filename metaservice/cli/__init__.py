@@ -1,0 +1,1 @@
+"""The `ucm-meta` command."""

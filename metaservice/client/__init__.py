@@ -1,0 +1,1 @@
+"""The SDK of connectors, workers, the CLI and other programs: every failure becomes a miss, in time."""
