@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from socket import AF_INET, SOCK_STREAM, SOL_SOCKET, SO_REUSEADDR, socket
+from socket import AF_INET, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 
 import pytest
 
@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("metaservice")
-    group.addoption("--seed", type=int, default=1, help="seed of tests that use the `seed` fixture (default 1)")
+    group.addoption(
+        "--seed", type=int, default=1, help="seed of tests that use the `seed` fixture (default 1)"
+    )
     group.addoption(
         "--trace-dir",
         type=Path,
