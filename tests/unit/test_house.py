@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -85,3 +86,19 @@ def test_make_help_lists_every_target() -> None:
         if line.startswith("  ") and "Variables" not in line
     }
     assert listed == targets >= {"help", "demo", "test", "lint", "bench", "serve", "sim", "lock", "clean"}
+
+
+def test_the_wheel_holds_both_wings_and_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60)
+    [wheel] = tmp_path.glob("ucm_metaservice-*.whl")
+    with ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [entry_points] = (name for name in names if name.endswith("/entry_points.txt"))
+        assert "ucm-meta = metaservice.cli.app:main" in archive.read(entry_points).decode()
+    packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {"metaservice", "dataplane"}
+    assert {"metaservice/py.typed", "metaservice/wire/schemas.py", "dataplane/backends/__init__.py"} <= {
+        *names
+    }
+    assert {name.rsplit("/", 1)[1] for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE"}
