@@ -97,7 +97,7 @@ def test_the_wheel_holds_both_wings_and_nothing_else(tmp_path: Path) -> None:
         [entry_points] = (name for name in names if name.endswith("/entry_points.txt"))
         assert "ucm-meta = metaservice.cli.app:main" in archive.read(entry_points).decode()
     packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert packages == {"metaservice", "dataplane"}
+    assert packages == {"metaservice", "dataplane", "engine_adapters"}
     assert {"metaservice/py.typed", "metaservice/wire/schemas.py", "dataplane/backends/__init__.py"} <= {
         *names
     }
