@@ -1,0 +1,1 @@
+"""What stands between an inference engine and the cache: connectors, and a replay that works as one does."""

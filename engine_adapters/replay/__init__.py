@@ -1,0 +1,1 @@
+"""Engines without a model: they replay prompts through the service and check every byte that they load."""
