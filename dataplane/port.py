@@ -8,6 +8,8 @@ were written to that very place, or a typed refusal.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from metaservice.client.results import PlaceRef
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes. Arrays and tensors are handed over as `memoryview(array)`."""
 
@@ -67,8 +69,13 @@ class Place(NamedTuple):
     size_bytes: int = 0
     key: bytes = b""
 
+    @classmethod
+    def of(cls, ref: PlaceRef) -> "Place":
+        """The place that the service's answer to a lookup or start-write names."""
+        return cls(ref.cluster, ref.location, ref.generation, ref.part, ref.size_bytes, ref.key)
+
     def __str__(self) -> str:
-        return f"{self.cluster}/{self.location:016x}-{self.generation}.{self.part}"
+        return f"{self.cluster}/{self.location}-{self.generation}.{self.part}"
 
 
 class Stamp(NamedTuple):

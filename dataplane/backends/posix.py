@@ -307,7 +307,7 @@ def _write_all(descriptor: int, header: bytes, payload: memoryview) -> None:
     while done < HEADER_BYTES + len(
         payload
     ):  # a full disk or a signal can cut a write short without an error
-        rest = [header[done:], payload[max(0, done - HEADER_BYTES) :]]
+        rest: list[Buffer] = [header[done:], payload[max(0, done - HEADER_BYTES) :]]
         done += os.pwritev(descriptor, rest, done)
 
 
