@@ -14,10 +14,10 @@ stored bytes in, ReadRefused or nothing out, whatever the bytes are.
         16     8  location
         24     8  payload length
         32     8  xxh3_64 of the payload
-        40     1  length of the cluster name, then 64 bytes of it
-       105     1  length of the part name, then 128 bytes of it
-       234     1  length of the key, then 64 bytes of it
-       299   205  zeros
+        40     1  length of the cluster name, then 128 bytes of it
+       169     1  length of the part name, then 128 bytes of it
+       298     1  length of the key, then 64 bytes of it
+       363   141  zeros
        504     8  xxh3_64 of the 504 bytes before
 """
 
@@ -36,14 +36,14 @@ HEADER_BYTES = 512
 MAGIC = b"UCMBLOCK"
 VERSION = 1
 
-_FIELDS = Struct("<8sHHIQQQB64sB128sB64s205x")
+_FIELDS = Struct("<8sHHIQQQB128sB128sB64s141x")
 _SEAL = Struct("<Q")
 assert _FIELDS.size + _SEAL.size == HEADER_BYTES
 
 _SEALED_BYTES = _FIELDS.size
 _CHECKSUM_AT = 32
 _KEY_BYTES_MAX = 64
-_CLUSTER = re.compile(r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
+_CLUSTER = re.compile(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _PART = re.compile(NAME_PATTERN)
 
 
@@ -72,7 +72,7 @@ def check_names(cluster: str, part: str) -> None:
     """Raise BadPlace unless both are names of plain characters. Cached: a process sees few, and each many
     times."""
     if not _CLUSTER.match(cluster):
-        raise BadPlace(f"cluster {cluster!r} is not a name of 1 to 64 letters, digits, '_' or '-'")
+        raise BadPlace(f"cluster {cluster!r} is not a name of 1 to 128 letters, digits or any of '._-'")
     if not _PART.match(part):
         raise BadPlace(f"part {part!r} is not a name of 1 to 128 letters, digits or any of '._:@+-'")
 

@@ -93,10 +93,11 @@ def test_a_full_disk_is_a_typed_failure_and_leaves_nothing(small_disk: Path, fsy
 def test_a_full_disk_can_be_scanned_and_swept(small_disk: Path) -> None:
     backend = open_backend("posix", {"root": str(small_disk)})
     backend.write(PLACE, DATA)
-    with (small_disk / "filler").open("wb", buffering=0) as filler:
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            for _ in range(1_000):
-                filler.write(bytes(4_096))
+    filler = os.open(small_disk / "filler", os.O_CREAT | os.O_WRONLY)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        while True:
+            os.write(filler, bytes(4_096))
+    os.close(filler)
     found = next(found for found in backend.scan("c1") if found.state == "published")
     assert backend.discard(found)
     backend.close()

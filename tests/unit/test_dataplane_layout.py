@@ -10,7 +10,7 @@ from dataplane.port import Place
 TOKEN = "0123456789abcdef"
 places = st.builds(
     Place,
-    cluster=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"),
+    cluster=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"),
     location=st.integers(0, 2**64 - 1),
     generation=st.integers(1, 2**32 - 1),
     part=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}\Z"),
@@ -77,7 +77,7 @@ def test_foreign_names_are_not_taken_for_ours(folder: str, name: str) -> None:
     assert layout.parse("c", folder, name) is None
 
 
-@pytest.mark.parametrize("name", ["", "..", ".", ".snapshot", "a b", "a/b", "lost+found", "x" * 65])
+@pytest.mark.parametrize("name", ["", "..", ".", ".snapshot", "a b", "a/b", "lost+found", "x" * 129])
 def test_folders_that_are_no_clusters(name: str) -> None:
     assert not layout.is_cluster(name)
 
