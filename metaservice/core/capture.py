@@ -1,0 +1,319 @@
+"""A State as chunks of bytes and back: snapshots and digests.
+
+The chunks are canonical: two states that say the same give the same bytes, whatever way they came about. Derived things (links,
+counters, key tables) are not written but rebuilt. Recency travels behind the state and is no part of the digest.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from itertools import chain
+
+import msgspec
+
+from .apply import make_instance
+from .eviction import rebuild
+from .index import DELETING, GONE, SERVING, WRITING, BlockIndex
+from .memory import Memory
+from .model import EvictionPolicy, Fingerprint, Limits, Quota, SwitchMode, SwitchScope
+from .state import Ended, Group, Member, Remembered, Session, State, Storage, Tenant, Usage
+
+FORMAT = 1
+_SLOTS_PER_CHUNK = 65_536
+
+_Budget = tuple[int | None, int | None]
+
+
+class _Head(msgspec.Struct, array_like=True):
+    format: int
+    shard: int
+    seq: int
+    epoch: int
+    cluster: str
+    now_ms: int
+    takeover_ms: int
+    switch: SwitchMode
+    switch_reasons: list[tuple[SwitchScope, str, str]]
+    session_next: int
+    table_next: int
+    grant_next: int
+    tenants: list[tuple[str, Quota, SwitchMode, _Budget]]
+    storages: list[tuple[str, int, str, dict[str, str], int | None, str, SwitchMode]]
+    groups: list[tuple[str, str, tuple[str, ...], Quota, int, int, EvictionPolicy, SwitchMode, _Budget]]
+    instances: list[tuple[str, str, Fingerprint, Quota, SwitchMode, bool, tuple[int, ...], _Budget]]
+    retiring: list[str]
+    engines: list[Member]
+    workers: list[Member]
+    slots: int
+    free: bytes
+
+
+class _Sessions(msgspec.Struct, array_like=True):
+    open: list[tuple[int, str, str, int, int, int, bytes, bytes, bytes]]
+    ended: list[Ended]
+    remembered: list[tuple[str, str, Remembered]]
+    deleting: list[tuple[int, int]]
+
+
+class _Slots(msgspec.Struct, array_like=True):
+    """Columns of a run of slots."""
+
+    first: int
+    key: list[bytes]
+    parent: list[bytes | None]
+    table: bytes
+    state: bytes
+    generation: bytes
+    storage: bytes
+    done: bytes
+    sums: list[bytes]
+    session: bytes
+
+
+class _Recency(msgspec.Struct, array_like=True):
+    used_ms: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder(order="sorted")
+
+
+def capture(state: State) -> Iterator[bytes]:
+    """The state in chunks, then the recency in a last one."""
+    yield from _canonical(state)
+    yield _ENCODER.encode(_Recency(state.index.used_ms.tobytes()))
+
+
+def digest(state: State) -> bytes:
+    """32 bytes that are equal for equal states."""
+    return digest_of(_canonical(state))
+
+
+def digest_of(chunks: Iterable[bytes]) -> bytes:
+    """The digest of canonical chunks (without the recency chunk)."""
+    hashed = blake2b(digest_size=32)
+    for chunk in chunks:
+        hashed.update(len(chunk).to_bytes(8, "little"))
+        hashed.update(chunk)
+    return hashed.digest()
+
+
+def _canonical(state: State) -> Iterator[bytes]:
+    index = state.index
+    yield _ENCODER.encode(_head(state))
+    yield _ENCODER.encode(
+        _Sessions(
+            [
+                (
+                    one.number, one.engine, one.incarnation, one.table.number, one.ttl_ms, one.deadline_ms,
+                    one.slots.tobytes(), one.generations.tobytes(), bytes(one.status),
+                )
+                for one in state.sessions.values()
+            ],
+            list(state.ended.values()),
+            [(client, request_id, event) for (client, request_id), event in state.remembered.items()],
+            sorted(state.deleting.items()),
+        )
+    )  # fmt: skip
+    for first in range(0, len(index), _SLOTS_PER_CHUNK):
+        end = min(first + _SLOTS_PER_CHUNK, len(index))
+        yield _ENCODER.encode(
+            _Slots(
+                first, index.key[first:end], index.parent[first:end], index.table[first:end].tobytes(),
+                bytes(index.state[first:end]), index.generation[first:end].tobytes(),
+                index.storage[first:end].tobytes(), index.done[first:end].tobytes(), index.sums[first:end],
+                index.session[first:end].tobytes(),
+            )
+        )  # fmt: skip
+
+
+def _budget(usage: Usage) -> _Budget:
+    return usage.budget_bytes, usage.budget_blocks
+
+
+def _head(state: State) -> _Head:
+    return _Head(
+        FORMAT, state.shard, state.seq, state.epoch, state.cluster, state.now_ms, state.takeover_ms, state.switch,
+        sorted((scope, id, reason) for (scope, id), reason in state.switch_reasons.items()),
+        state.session_next, state.table_next, state.grant_next,
+        [(one.id, one.quota, one.switch, _budget(one.usage)) for _, one in sorted(state.tenants.items())],
+        [
+            (one.id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.switch)
+            for _, one in sorted(state.storages.items())
+        ],
+        [
+            (
+                one.id, one.tenant.id, one.storages, one.quota, one.high_permille, one.low_permille, one.eviction,
+                one.switch, _budget(one.usage),
+            )
+            for _, one in sorted(state.groups.items())
+        ],
+        [
+            (
+                one.id, one.group.id, one.fingerprint, one.quota, one.switch, one.retiring,
+                tuple(table.number for table in one.tables.values()), _budget(one.usage),
+            )
+            for _, one in sorted(state.instances.items())
+        ],
+        list(state.retiring),
+        [one for _, one in sorted(state.engines.items())],
+        [one for _, one in sorted(state.workers.items())],
+        len(state.index),
+        array("I", state.index.free).tobytes(),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- restore
+
+
+def restore(chunks: Iterable[bytes], limits: Limits) -> tuple[State, Memory, bytes]:
+    """The state of captured chunks, fresh leader memory beside it, and the digest of what was read."""
+    hashed = blake2b(digest_size=32)
+    source = iter(chunks)
+
+    def take() -> bytes:
+        chunk = next(source)
+        hashed.update(len(chunk).to_bytes(8, "little"))
+        hashed.update(chunk)
+        return chunk
+
+    head = msgspec.msgpack.decode(take(), type=_Head)
+    if head.format != FORMAT:
+        raise ValueError(f"snapshot format {head.format}; this release reads {FORMAT}")
+    state = State(head.shard)
+    _restore_head(state, head)
+    sessions = msgspec.msgpack.decode(take(), type=_Sessions)
+    decoder = msgspec.msgpack.Decoder(_Slots)
+    intern: dict[bytes, bytes] = {}
+    while len(state.index) < head.slots:
+        _restore_slots(state.index, decoder.decode(take()), intern)
+    recency = msgspec.msgpack.decode(next(source), type=_Recency)
+    index = state.index
+    index.used_ms = array("Q", recency.used_ms)
+    index.free = list(array("I", head.free))
+    _restore_sessions(state, sessions)
+    _derive(state)
+    memory = Memory(state, limits)
+    _remind(state, memory)
+    return state, memory, hashed.digest()
+
+
+def _restore_head(state: State, head: _Head) -> None:
+    state.seq, state.epoch, state.cluster = head.seq, head.epoch, head.cluster
+    state.now_ms, state.takeover_ms, state.switch = head.now_ms, head.takeover_ms, head.switch
+    state.switch_reasons = {(scope, id): reason for scope, id, reason in head.switch_reasons}
+    state.session_next, state.table_next, state.grant_next = head.session_next, head.table_next, head.grant_next
+    for id, quota, switch, budget in head.tenants:
+        tenant = state.tenants[id] = Tenant(id)
+        tenant.quota, tenant.switch = quota, switch
+        tenant.usage.budget_bytes, tenant.usage.budget_blocks = budget
+    for id, number, kind, options, capacity, domain, switch in head.storages:
+        storage = state.storages[id] = Storage(id, number, kind, options)
+        state.storage_of[number] = storage
+        storage.capacity_bytes = storage.usage.budget_bytes = capacity
+        storage.fault_domain, storage.switch = domain, switch
+    for id, owner, storages, quota, high, low, eviction, switch, budget in head.groups:
+        group = state.groups[id] = Group(id, state.tenants[owner])
+        group.storages, group.quota, group.eviction, group.switch = storages, quota, eviction, switch
+        group.high_permille, group.low_permille = high, low
+        group.usage.budget_bytes, group.usage.budget_blocks = budget
+    for id, group_id, fingerprint, quota, switch, retiring, tables, budget in head.instances:
+        instance = make_instance(state, id, state.groups[group_id], fingerprint, tables)
+        instance.quota, instance.switch, instance.retiring = quota, switch, retiring
+        instance.usage.budget_bytes, instance.usage.budget_blocks = budget
+    state.retiring = dict.fromkeys(head.retiring)
+    state.engines = {member.id: member for member in head.engines}
+    state.workers = {member.id: member for member in head.workers}
+    for instance in state.instances.values():
+        instance.effective = state.effective_switch(instance)
+
+
+def _restore_slots(index: BlockIndex, part: _Slots, intern: dict[bytes, bytes]) -> None:
+    assert part.first == len(index), "chunks out of order"
+    count = len(part.key)
+    # a parent key is the same object as its block's key, as it is when written live: 80 bytes a block
+    keys = [intern.setdefault(key, key) for key in part.key]
+    index.key += keys
+    index.parent += [None if one is None else intern.setdefault(one, one) for one in part.parent]
+    index.table.frombytes(part.table)
+    index.state += part.state
+    index.generation.frombytes(part.generation)
+    index.storage.frombytes(part.storage)
+    index.done.frombytes(part.done)
+    index.sums += part.sums
+    index.session.frombytes(part.session)
+    index.children.frombytes(bytes(4 * count))
+    index.pins.frombytes(bytes(4 * count))
+    index.visible += part.state.translate(bytes(int(at == SERVING) for at in range(256)))
+
+
+def _restore_sessions(state: State, saved: _Sessions) -> None:
+    for number, engine, incarnation, table, ttl_ms, deadline_ms, slots, generations, status in saved.open:
+        state.sessions[number] = Session(
+            number, engine, incarnation, state.index.tables[table], ttl_ms, deadline_ms, array("I", slots),
+            array("I", generations), bytearray(status),
+        )  # fmt: skip
+        state.sessions_of.setdefault(engine, set()).add(number)
+    for ended in saved.ended:
+        state.ended[ended.number] = ended
+    for client, request_id, event in saved.remembered:
+        state.remembered[client, request_id] = event
+    state.deleting = dict(saved.deleting)
+
+
+def _derive(state: State) -> None:
+    """Key tables, links and counters from the columns."""
+    index = state.index
+    counts: dict[tuple[int, int, bool], int] = {}
+    for slot, at in enumerate(index.state):
+        if at == GONE:
+            continue
+        table = index.tables[index.table[slot]]
+        where = (table.number, index.storage[slot], at == DELETING)
+        counts[where] = counts.get(where, 0) + 1
+        if at == DELETING:
+            table.blocks_deleting += 1
+            index.deleting_count += 1
+        else:
+            table.slots[index.key[slot]] = slot
+    for slot, at in enumerate(index.state):
+        if at not in (WRITING, SERVING):
+            continue
+        table = index.tables[index.table[slot]]
+        needed = index.parent[slot] if table.primary else index.key[slot]
+        if needed is None:
+            continue
+        home = table.dependency
+        upper = home.slots.get(needed)
+        if upper is None:
+            home.pending[needed] = home.pending.get(needed, 0) + 1
+        else:
+            index.children[upper] += 1
+    for (number, storage, deleting), count in counts.items():
+        table = index.tables[number]
+        instance = state.instances[table.instance]
+        for usage in chain(state.scopes(instance), (state.storage_of[storage].usage,)):
+            if deleting:
+                usage.deleting_blocks += count
+                usage.deleting_bytes += count * table.size_bytes
+            else:
+                usage.blocks += count
+                usage.bytes += count * table.size_bytes
+    for table in index.tables.values():
+        rebuild(index, table)
+
+
+def _remind(state: State, memory: Memory) -> None:
+    """Leader memory that follows from the state: deadlines and what waits for deletion, scopes under pressure."""
+    for session in state.sessions.values():
+        memory.watch_session(session.number, session.deadline_ms)
+    for slot, not_before_ms in state.deleting.items():
+        memory.deletions.queue((slot,), not_before_ms)
+    usages = chain(
+        (one.usage for one in state.tenants.values()),
+        (one.usage for one in state.groups.values()),
+        (one.usage for one in state.instances.values()),
+        (one.usage for one in state.storages.values()),
+    )
+    memory.pressed.update(usages)
+
+

@@ -1,0 +1,119 @@
+"""Which blocks go when room is needed: least recently used, leaf first.
+
+A block is a candidate when it serves (durably), nothing depends on it, nobody leases it and the request in hand does not need
+it. A lookup touches only the deepest block it returns; when a block goes, its recency passes to the block it depended on. So the
+recency of a block at the moment when it becomes a leaf is the newest touch of its whole subtree: exact leaf-first LRU for one
+store a lookup.
+
+Each table has a heap of `used_ms << 32 | slot`. Entries are checked when they come up: stale ones are dropped or moved. The heap
+is leader memory; what was chosen is an event.
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush, heapreplace
+
+from .index import SERVING, BlockIndex, Table
+
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+
+
+def offer(index: BlockIndex, table: Table, slots: Iterable[int]) -> None:
+    """These blocks of the table serve and have no dependents (as far as known now): they are candidates."""
+    heap, used, children = table.heap, index.used_ms, index.children
+    for slot in slots:
+        if not children[slot]:
+            heappush(heap, used[slot] << _SLOT_BITS | slot)
+    if len(heap) > 4 * len(table.slots) + 1024:
+        rebuild(index, table)
+
+
+def rebuild(index: BlockIndex, table: Table) -> None:
+    """Make the heap from the table: after a restart, or when stale entries outnumber live ones."""
+    state, children, used = index.state, index.children, index.used_ms
+    table.heap = [
+        used[slot] << _SLOT_BITS | slot
+        for slot in table.slots.values()
+        if state[slot] == SERVING and not children[slot]
+    ]
+    heapify(table.heap)
+
+
+class Plan:
+    """Victims chosen for one command. Nothing is changed but the heaps; the victims become an event."""
+
+    def __init__(self, index: BlockIndex, protected: Iterable[int] = ()) -> None:
+        self._index = index
+        self._protected = frozenset(protected)
+        self._aside: list[tuple[Table, int]] = []
+        self._fewer: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self.victims: list[int] = []
+
+    def pick(self, tables: Iterable[Table], storage: int | None = None) -> int | None:
+        """The least recently used candidate among the tables (and in the storage, when given); None: there is none."""
+        best: Table | None = None
+        best_entry = 0
+        for table in tables:
+            entry = self._top(table, storage)
+            if entry is not None and (best is None or entry < best_entry):
+                best, best_entry = table, entry
+        if best is None:
+            return None
+        heappop(best.heap)
+        slot = best_entry & _SLOT_MASK
+        self.victims.append(slot)
+        self._gone.add(slot)
+        self._pass_on(best, slot, best_entry >> _SLOT_BITS)
+        return slot
+
+    def close(self) -> None:
+        """Put candidates back that were looked at but may not go now. Call once, when no more is picked."""
+        for table, entry in self._aside:
+            heappush(table.heap, entry)
+        self._aside.clear()
+
+    def _top(self, table: Table, storage: int | None) -> int | None:
+        index, heap = self._index, table.heap
+        while heap:
+            entry = heap[0]
+            slot = entry & _SLOT_MASK
+            if (
+                slot in self._gone
+                or index.table[slot] != table.number
+                or index.state[slot] != SERVING
+                or index.children[slot] - self._fewer.get(slot, 0)
+            ):
+                heappop(heap)
+                continue
+            used = max(index.used_ms[slot], self._used.get(slot, 0))
+            if used != entry >> _SLOT_BITS:
+                heapreplace(heap, used << _SLOT_BITS | slot)
+                continue
+            if (
+                index.pins[slot]
+                or not index.visible[slot]
+                or slot in self._protected
+                or (storage is not None and index.storage[slot] != storage)
+            ):
+                heappop(heap)
+                self._aside.append((table, entry))
+                continue
+            return entry
+        return None
+
+    def _pass_on(self, table: Table, slot: int, used: int) -> None:
+        """The block depended on inherits the recency, and may be the next candidate."""
+        index = self._index
+        needed = index.parent[slot] if table.primary else index.key[slot]
+        if needed is None:
+            return
+        upper = table.dependency.slots.get(needed)
+        if upper is None:
+            return
+        self._fewer[upper] = self._fewer.get(upper, 0) + 1
+        inherited = max(used, self._used.get(upper, 0), index.used_ms[upper])
+        self._used[upper] = inherited
+        if index.state[upper] == SERVING and index.children[upper] == self._fewer[upper]:
+            heappush(table.dependency.heap, inherited << _SLOT_BITS | upper)

@@ -1,0 +1,367 @@
+"""The block table: every CacheLocation of a shard in columns, and the key tables that lead to them.
+
+A batch interface: callers hand over runs of keys or slots, never one at a time. This is the reference implementation in
+plain Python; a native one may replace it behind the same tests. It keeps facts and maintains links; what may happen when is
+decided elsewhere, and the transition table is asserted here.
+
+Columns are indexed by slot. `children[slot]` counts the blocks that depend on the block in that slot: for the primary
+attention group of an instance the children in the prefix tree, plus the blocks of the other groups under the same key.
+Dependents of a block that is not there are counted in `Table.pending` and adopted when it arrives.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
+
+from .ids import NONE
+from .model import AttentionGroup, LocationState, Part
+from .transitions import sources
+
+GONE, WRITING, SERVING, DELETING = (
+    int(LocationState.gone),
+    int(LocationState.writing),
+    int(LocationState.serving),
+    int(LocationState.deleting),
+)
+_FROM_STARTED = sources("started")
+_FROM_FINISHED = sources("last part finished")
+_FROM_REMOVED = sources("removed") | sources("evicted") | sources("part failed") | sources("session ended")
+_FROM_DELETED = sources("bytes deleted")
+
+_GROW = 1024
+
+
+class Table:
+    """The key table of one (instance, attention group). `slots`: key -> slot of the writing or serving location.
+
+    `dependency`: the table in which a block's dependency lives: its own for the primary group (under the parent's key), the
+    primary one for every other group (under the block's own key).
+    """
+
+    __slots__ = (
+        "blocks_deleting", "dependency", "full_mask", "group", "heap", "instance", "number", "parts", "pending",
+        "primary", "size_bytes", "slots",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, instance: str, group: AttentionGroup, parts: tuple[Part, ...], primary: "Table | None"
+    ) -> None:
+        self.number = number
+        self.instance = instance
+        self.group = group
+        self.parts = parts
+        self.primary = primary is None
+        self.dependency: Table = primary if primary is not None else self
+        self.size_bytes = sum(part.bytes for part in parts)
+        self.full_mask = (1 << len(parts)) - 1
+        self.slots: dict[bytes, int] = {}
+        self.pending: dict[bytes, int] = {}
+        self.blocks_deleting = 0
+        self.heap: list[int] = []
+        """Eviction candidates, see `eviction`: leader memory."""
+
+
+class BlockIndex:
+    """All locations of one shard. Slots are dense; `free` holds the gone ones, last freed first used."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Table] = {}
+        self.key: list[bytes] = []
+        self.parent: list[bytes | None] = []
+        self.table = array("I")
+        self.state = bytearray()
+        self.generation = array("I")
+        self.storage = array("H")
+        self.done = array("Q")
+        self.sums: list[bytes] = []
+        self.children = array("I")
+        self.session = array("Q")
+        self.free: list[int] = []
+        self.deleting_count = 0
+        # Leader memory, no part of the replicated state:
+        self.visible = bytearray()
+        self.used_ms = array("Q")
+        self.pins = array("I")
+
+    def __len__(self) -> int:
+        """Slots ever used."""
+        return len(self.key)
+
+    # ------------------------------------------------------------ reads
+
+    def is_deleting(self, slot: int) -> bool:
+        """Whether the location in this slot waits for the deletion of its bytes."""
+        return self.state[slot] == DELETING
+
+    def find(self, table: Table, keys: Iterable[bytes]) -> list[int | None]:
+        """The slot of each key's writing or serving location, None for absent keys."""
+        return list(map(table.slots.get, keys))
+
+    def visible_of(self, table: Table, keys: Sequence[bytes]) -> tuple[list[int | None], bytes]:
+        """Slots and a 0/1 column: which keys are readable (serving, and the publishing event is durable)."""
+        found = self.find(table, keys)
+        visible = self.visible
+        return found, bytes([0 if slot is None else visible[slot] for slot in found])
+
+    def visible_prefix(self, table: Table, keys: Sequence[bytes], parent: bytes | None) -> list[int]:
+        """Slots of the longest readable run from `keys[0]` whose recorded parents are the keys before them."""
+        found = list(map(table.slots.get, keys))
+        try:
+            count = found.index(None)
+        except ValueError:
+            count = len(found)
+        run: list[int] = found[:count] if count < len(found) else found  # type: ignore[assignment]
+        if not run:
+            return run
+        hidden = bytes(map(self.visible.__getitem__, run)).find(0)
+        if hidden >= 0:
+            run = run[:hidden]
+        recorded = list(map(self.parent.__getitem__, run))
+        expected: list[bytes | None] = [parent, *keys[: len(run) - 1]] if run else []
+        if recorded != expected:
+            for row, (one, other) in enumerate(zip(recorded, expected, strict=True)):
+                if one != other:
+                    return run[:row]
+        return run
+
+    def free_slots(self, count: int) -> "array[int]":
+        """The next `count` slots a reservation would use: freed ones (last freed first), then fresh ones."""
+        reused = self.free[-1 : -count - 1 : -1] if self.free else []
+        slots = array("I", reused)
+        fresh = count - len(slots)
+        if fresh:
+            slots.extend(range(len(self.key), len(self.key) + fresh))
+        return slots
+
+    def next_generations(self, slots: "array[int]") -> "array[int]":
+        """The generation each slot gets with its next use."""
+        known = len(self.key)
+        generation = self.generation
+        return array("I", [generation[slot] + 1 if slot < known else 1 for slot in slots])
+
+    # ------------------------------------------------------------ writes
+
+    def reserve(
+        self,
+        table: Table,
+        slots: "array[int]",
+        generations: "array[int]",
+        storages: "array[int]",
+        keys: list[bytes],
+        parents: list[bytes | None],
+        session: int,
+    ) -> None:
+        """Gone -> writing, for new blocks of one table. `slots` must come from `free_slots`."""
+        self._claim(slots)
+        count = len(slots)
+        number = table.number
+        run = _run_of(slots)
+        if run is not None:
+            at, end = run
+            self.key[at:end] = keys
+            self.parent[at:end] = parents
+            self.table[at:end] = array("I", (number,)) * count
+            self.state[at:end] = bytes((WRITING,)) * count
+            self.generation[at:end] = generations
+            self.storage[at:end] = storages
+            self.done[at:end] = array("Q", (0,)) * count
+            self.children[at:end] = array("I", (0,)) * count
+            self.session[at:end] = array("Q", (session,)) * count
+        else:
+            for row, slot in enumerate(slots):
+                self.key[slot] = keys[row]
+                self.parent[slot] = parents[row]
+                self.table[slot] = number
+                self.state[slot] = WRITING
+                self.generation[slot] = generations[row]
+                self.storage[slot] = storages[row]
+                self.done[slot] = 0
+                self.children[slot] = 0
+                self.session[slot] = session
+        assert table.slots.keys().isdisjoint(keys), "a key is reserved that has a live location"
+        table.slots.update(zip(keys, slots, strict=True))
+        self._link(table, slots, keys, parents)
+
+    def publish(self, slots: "array[int]") -> None:
+        """Writing -> serving: the last part is in. Readers see it when `reveal` follows, once that is durable."""
+        self._assert_from(slots, _FROM_FINISHED)
+        run = _run_of(slots)
+        if run is not None:
+            at, end = run
+            self.state[at:end] = bytes((SERVING,)) * len(slots)
+            self.session[at:end] = array("Q", (0,)) * len(slots)
+        else:
+            for slot in slots:
+                self.state[slot] = SERVING
+                self.session[slot] = 0
+
+    def reveal(self, slots: "array[int]") -> None:
+        """Make those of the slots visible that still serve."""
+        state, visible = self.state, self.visible
+        run = _run_of(slots)
+        if run is not None and state.count(SERVING, *run) == len(slots):
+            visible[run[0] : run[1]] = b"\x01" * len(slots)
+            return
+        for slot in slots:
+            if state[slot] == SERVING:
+                visible[slot] = 1
+
+    def retire(self, slots: "array[int]") -> list[int]:
+        """Writing or serving -> deleting: hidden at once, the keys are free for other writers, links are undone.
+
+        Returns the slots of blocks that lost their last dependent by this (candidates for eviction now).
+        """
+        self._assert_from(slots, _FROM_REMOVED)
+        leaves: list[int] = []
+        for slot in slots:
+            table = self.tables[self.table[slot]]
+            key = self.key[slot]
+            self.state[slot] = DELETING
+            self.visible[slot] = 0
+            self.session[slot] = 0
+            assert table.slots[key] == slot, "a deleting location had the key"
+            del table.slots[key]
+            table.blocks_deleting += 1
+            self.deleting_count += 1
+            if self.children[slot]:
+                table.pending[key] = self.children[slot]
+                self.children[slot] = 0
+            needed = self.parent[slot] if table.primary else key
+            if needed is None:
+                continue
+            home = table.dependency
+            upper = home.slots.get(needed)
+            if upper is None:
+                left = home.pending[needed] - 1
+                if left:
+                    home.pending[needed] = left
+                else:
+                    del home.pending[needed]
+                continue
+            self.children[upper] -= 1
+            if self.used_ms[slot] > self.used_ms[upper]:
+                self.used_ms[upper] = self.used_ms[slot]
+            if not self.children[upper]:
+                leaves.append(upper)
+        return leaves
+
+    def release(self, slots: "array[int]") -> None:
+        """Deleting -> gone: the bytes are deleted, the slots may be used again (with the next generation)."""
+        self._assert_from(slots, _FROM_DELETED)
+        for slot in slots:
+            self.tables[self.table[slot]].blocks_deleting -= 1
+            self.deleting_count -= 1
+            self.state[slot] = GONE
+            self.key[slot] = b""
+            self.parent[slot] = None
+            self.sums[slot] = b""
+            self.done[slot] = 0
+            self.free.append(slot)
+
+    def record_parts(self, slots: "array[int]", masks: "array[int] | None", checksums: bytes, table: Table) -> None:
+        """Add newly written parts and their checksums (u64, slot-major over all parts of the table)."""
+        width = 8 * len(table.parts)
+        rows = [checksums[at : at + width] for at in range(0, len(checksums), width)]
+        if masks is None:
+            full, sums, done = table.full_mask, self.sums, self.done
+            run = _run_of(slots)
+            if run is not None:
+                sums[run[0] : run[1]] = rows
+                done[run[0] : run[1]] = array("Q", (full,)) * len(slots)
+                return
+            for slot, row in zip(slots, rows, strict=True):
+                sums[slot] = row
+                done[slot] = full
+            return
+        for slot, mask, row in zip(slots, masks, rows, strict=True):
+            merged = bytearray(self.sums[slot] or bytes(width))
+            for part in range(len(table.parts)):
+                if mask >> part & 1:
+                    merged[8 * part : 8 * part + 8] = row[8 * part : 8 * part + 8]
+            self.sums[slot] = bytes(merged)
+            self.done[slot] |= mask
+
+    # ------------------------------------------------------------ inner
+
+    def _claim(self, slots: "array[int]") -> None:
+        """Take the slots off the free list and make sure the columns reach them."""
+        reused = min(len(self.free), len(slots))
+        if reused:
+            assert self.free[-1 : -reused - 1 : -1] == slots[:reused].tolist(), "slots are not the free ones"
+            del self.free[-reused:]
+        fresh = len(slots) - reused
+        if not fresh:
+            self._assert_from(slots, _FROM_STARTED)
+            return
+        assert slots[reused] == len(self.key), "fresh slots are not the next ones"
+        zeros = bytes(fresh)
+        self.key.extend(repeat(b"", fresh))
+        self.parent.extend(repeat(None, fresh))
+        self.sums.extend(repeat(b"", fresh))
+        for column in (self.table, self.generation, self.storage, self.done, self.children, self.session):
+            column.frombytes(bytes(fresh * column.itemsize))
+        for volatile in (self.used_ms, self.pins):
+            volatile.frombytes(bytes(fresh * volatile.itemsize))
+        self.state.extend(zeros)
+        self.visible.extend(zeros)
+
+    def _link(
+        self, table: Table, slots: "array[int]", keys: list[bytes], parents: list[bytes | None]
+    ) -> None:
+        """Count the new blocks at what they depend on, and adopt the dependents that were waiting for them."""
+        home = table.dependency
+        get, pending, children = home.slots.get, home.pending, self.children
+        for needed in parents if table.primary else keys:
+            if needed is None:
+                continue
+            upper = get(needed)
+            if upper is None:
+                pending[needed] = pending.get(needed, 0) + 1
+            else:
+                children[upper] += 1
+        if table.pending:
+            for key, slot in zip(keys, slots, strict=True):
+                waiting = table.pending.get(key)
+                if waiting is not None:
+                    del table.pending[key]
+                    children[slot] += waiting
+
+    def _assert_from(self, slots: "array[int]", allowed: frozenset[int]) -> None:
+        found = set(map(self.state.__getitem__, slots))
+        assert found <= allowed, f"transition from {[LocationState(state).name for state in found - allowed]}"
+
+
+def _run_of(slots: "array[int]") -> tuple[int, int] | None:
+    """(first, end) when the slots are one ascending run, else None."""
+    count = len(slots)
+    if not count:
+        return None
+    first = slots[0]
+    if slots[-1] - first != count - 1 or (count > 2 and slots != array(slots.typecode, range(first, first + count))):
+        return None
+    return first, first + count
+
+
+def packed_slots(slots: Iterable[int]) -> bytes:
+    """u32 column for events."""
+    return array("I", slots).tobytes()
+
+
+def unpacked_slots(column: bytes) -> "array[int]":
+    """The slots of an event's u32 column."""
+    return array("I", column)
+
+
+def live_of(index: BlockIndex, slots: Iterable[int], generations: Iterable[int]) -> bytes:
+    """1 where the slot is still used with that generation (in any state but gone)."""
+    known = len(index)
+    state, generation = index.state, index.generation
+    return bytes(
+        1 if slot < known and slot != NONE and state[slot] != GONE and generation[slot] == wanted else 0
+        for slot, wanted in zip(slots, generations, strict=True)
+    )
+
+
+def chosen(slots: Sequence[int], flags: bytes) -> list[int]:
+    """The slots whose flag is set."""
+    return list(compress(slots, flags))

@@ -1,0 +1,182 @@
+"""Read leases: named promises that blocks stay readable. Leader memory, bounded in time and number.
+
+A lease is a list of segments, each with its own deadline, because a caller may renew a part of its blocks. `pins[slot]` in the
+block index counts the live segments over a slot; it is derived, the names are what counts: a lease released twice changes nothing.
+"""
+
+from array import array
+from collections import OrderedDict
+from heapq import heappop, heappush
+
+from .ids import lease_name
+from .index import BlockIndex, live_of
+from .model import Limits
+from .outcomes import LeaseOutcome
+from .replies import Looked
+
+
+class Segment:
+    """Blocks of one lease with a common deadline."""
+
+    __slots__ = ("deadline_ms", "slots")
+
+    def __init__(self, deadline_ms: int, slots: "array[int]") -> None:
+        self.deadline_ms = deadline_ms
+        self.slots = slots
+
+
+class Lease:
+    """One held lease."""
+
+    __slots__ = ("generations", "name", "reply", "request", "segments", "slots")
+
+    def __init__(
+        self,
+        name: str,
+        segment: Segment,
+        generations: "array[int]",
+        request: tuple[str, str] | None,
+        reply: Looked | None,
+    ) -> None:
+        self.name = name
+        self.segments = [segment]
+        self.slots = segment.slots
+        self.generations = generations
+        self.request = request
+        self.reply = reply
+
+
+class Leases:
+    """All read leases of a leader."""
+
+    def __init__(self, index: BlockIndex, limits: Limits, shard: int) -> None:
+        self._index = index
+        self._limits = limits
+        self._shard = shard
+        self._next = 1
+        self._held: dict[str, Lease] = {}
+        self._by_request: dict[tuple[str, str], Lease] = {}
+        self._deadlines: list[tuple[int, str]] = []
+        self._ended: OrderedDict[str, tuple[LeaseOutcome, array[int], array[int]]] = OrderedDict()
+        self.unpinned: list[int] = []
+        """Deleting slots whose last lease ended: `deletions` collects them."""
+        self.granted = 0
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def full(self) -> bool:
+        """Whether the bound on held leases is reached."""
+        return len(self._held) >= self._limits.leases_max
+
+    def of_request(self, request: tuple[str, str]) -> Looked | None:
+        """The first answer to this (client, request id), while its lease lives."""
+        lease = self._by_request.get(request)
+        return lease.reply if lease is not None else None
+
+    def grant(
+        self,
+        slots: "array[int]",
+        generations: "array[int]",
+        deadline_ms: int,
+        epoch: int,
+        request: tuple[str, str] | None,
+        reply: Looked | None,
+    ) -> str:
+        """Pin the slots under a new name until the deadline."""
+        name = lease_name(self._shard, epoch, self._next)
+        self._next += 1
+        pins = self._index.pins
+        for slot in slots:
+            pins[slot] += 1
+        lease = Lease(name, Segment(deadline_ms, slots), generations, request, reply)
+        self._held[name] = lease
+        if request is not None:
+            self._by_request[request] = lease
+        heappush(self._deadlines, (deadline_ms, name))
+        self.granted += 1
+        return name
+
+    def renew(self, name: str, deadline_ms: int, only: "array[int] | None") -> tuple[LeaseOutcome, int]:
+        """Prolong (never shorten) the whole lease, or only some of its slots. Returns the outcome and how many of its
+        blocks changed since (0 while it is held)."""
+        lease = self._held.get(name)
+        if lease is None:
+            return self._late(name)
+        if only is None:
+            for segment in lease.segments:
+                segment.deadline_ms = max(segment.deadline_ms, deadline_ms)
+        else:
+            wanted = set(only)
+            split: list[Segment] = []
+            for segment in lease.segments:
+                keep = array("I", [slot for slot in segment.slots if slot not in wanted])
+                take = array("I", [slot for slot in segment.slots if slot in wanted])
+                if keep:
+                    split.append(Segment(segment.deadline_ms, keep))
+                if take:
+                    split.append(Segment(max(segment.deadline_ms, deadline_ms), take))
+            lease.segments = split
+        heappush(self._deadlines, (min(segment.deadline_ms for segment in lease.segments), name))
+        return LeaseOutcome.renewed, 0
+
+    def release(self, name: str) -> tuple[LeaseOutcome, int]:
+        """Give the lease back. Again: the same answer; after its deadline: `expired`."""
+        lease = self._held.get(name)
+        if lease is None:
+            return self._late(name)
+        self._end(lease, LeaseOutcome.released)
+        return LeaseOutcome.released, 0
+
+    def holds(self, name: str) -> bool:
+        """Whether the lease is held now."""
+        return name in self._held
+
+    def sweep(self, now_ms: int) -> int:
+        """End what is past its deadline; returns how many leases ended."""
+        ended = 0
+        heap = self._deadlines
+        while heap and heap[0][0] <= now_ms:
+            name = heappop(heap)[1]
+            lease = self._held.get(name)
+            if lease is None:
+                continue
+            past = [segment for segment in lease.segments if segment.deadline_ms <= now_ms]
+            if not past:
+                heappush(heap, (min(segment.deadline_ms for segment in lease.segments), name))
+            elif len(past) == len(lease.segments):
+                self._end(lease, LeaseOutcome.expired)
+                ended += 1
+            else:
+                for segment in past:
+                    self._unpin(segment.slots)
+                lease.segments = [segment for segment in lease.segments if segment.deadline_ms > now_ms]
+                heappush(heap, (min(segment.deadline_ms for segment in lease.segments), name))
+        self.expired += ended
+        return ended
+
+    def _late(self, name: str) -> tuple[LeaseOutcome, int]:
+        ended = self._ended.get(name)
+        if ended is None:
+            return LeaseOutcome.unknown, 0
+        outcome, slots, generations = ended
+        return outcome, live_of(self._index, slots, generations).count(0)
+
+    def _end(self, lease: Lease, outcome: LeaseOutcome) -> None:
+        for segment in lease.segments:
+            self._unpin(segment.slots)
+        del self._held[lease.name]
+        if lease.request is not None and self._by_request.get(lease.request) is lease:
+            del self._by_request[lease.request]
+        self._ended[lease.name] = (outcome, lease.slots, lease.generations)
+        if len(self._ended) > self._limits.ended_leases_max:
+            self._ended.popitem(last=False)
+
+    def _unpin(self, slots: "array[int]") -> None:
+        pins, index = self._index.pins, self._index
+        for slot in slots:
+            pins[slot] -= 1
+        if index.deleting_count:
+            self.unpinned += [slot for slot in slots if not pins[slot] and index.is_deleting(slot)]

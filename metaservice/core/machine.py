@@ -1,0 +1,186 @@
+"""The core as one object: commands and time in, reply and events out. Deterministic; knows no clock, no thread, no disk.
+
+The sequencer is its only caller. `execute` decides and applies; what it published becomes visible when `mark_durable` says
+that the journal has it. `read` answers what needs no event. Replay and followers call `apply` and nothing else.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from . import blocks, capture, catalogue, checks, membership, ticks, views, writes
+from . import commands as cmd
+from .apply import apply
+from .events import Event, TookOver
+from .leases import Leases
+from .lookup import lookup
+from .memory import Memory
+from .model import Limits
+from .outcomes import LeaseOutcome
+from .rejections import Rejection
+from .replies import BlockDetail, Done, LeasesAnswered
+from .state import State
+
+Decide = Callable[[State, Memory, Any, int], tuple[object, list[Event]]]
+
+_DECIDE: dict[type, Decide] = {
+    cmd.PutTenant: catalogue.put_tenant,
+    cmd.DeleteTenant: catalogue.delete_tenant,
+    cmd.PutStorage: catalogue.put_storage,
+    cmd.DeleteStorage: catalogue.delete_storage,
+    cmd.PutGroup: catalogue.put_group,
+    cmd.DeleteGroup: catalogue.delete_group,
+    cmd.PutInstance: catalogue.put_instance,
+    cmd.DeleteInstance: catalogue.delete_instance,
+    cmd.SetSwitch: catalogue.set_switch,
+    cmd.RegisterEngine: membership.register_engine,
+    cmd.RegisterWorker: membership.register_worker,
+    cmd.Deregister: membership.deregister,
+    cmd.StartWrite: writes.start_write,
+    cmd.Finish: writes.finish,
+    cmd.RenewWrite: writes.renew_write,
+    cmd.Abort: writes.abort,
+    cmd.Remove: blocks.remove,
+    cmd.ConfirmTask: blocks.confirm_task,
+}
+
+
+class Machine:
+    """One shard's core: replicated state plus leader memory."""
+
+    def __init__(self, shard: int, limits: Limits) -> None:
+        self.limits = limits
+        self.state = State(shard)
+        self.memory = Memory(self.state, limits)
+
+    @classmethod
+    def restore(cls, chunks: Iterable[bytes], shard: int, limits: Limits) -> "Machine":
+        """The machine that `capture` wrote down; everything in it counts as durable."""
+        machine = cls(shard, limits)
+        machine.state, machine.memory, _ = capture.restore(chunks, limits)
+        if machine.state.shard != shard:
+            raise ValueError(f"the snapshot is of shard {machine.state.shard}, not {shard}")
+        return machine
+
+    @property
+    def seq(self) -> int:
+        """Events applied so far."""
+        return self.state.seq
+
+    # ------------------------------------------------------------ commands
+
+    def execute(self, command: cmd.Command, now_ms: int) -> tuple[Any, list[Event]]:
+        """Decide and apply one command. Returns the reply (or a Rejection, with no events) and its events in order."""
+        self._advance(now_ms)
+        if isinstance(command, cmd.Tick):
+            return Done(), list(self._tick(now_ms))
+        if isinstance(command, cmd.TakeOver):
+            return Done(), self._take_over(command, now_ms)
+        reply, events = _DECIDE[type(command)](self.state, self.memory, command, now_ms)
+        for event in events:
+            apply(self.state, self.memory, event)
+        self._collect()
+        return reply, events
+
+    def apply(self, event: Event) -> None:
+        """Replay one durable event."""
+        apply(self.state, self.memory, event)
+
+    def mark_durable(self, seq: int) -> None:
+        """Everything up to this seq is in the journal: readers may see it."""
+        self.memory.reveal(seq)
+
+    def _take_over(self, command: cmd.TakeOver, now_ms: int) -> list[Event]:
+        event = TookOver(now_ms, command.epoch, self.state.cluster or command.cluster)
+        apply(self.state, self.memory, event)
+        return [event]
+
+    def _tick(self, now_ms: int) -> Iterator[Event]:
+        for step in ticks.tick(self.state, self.memory, now_ms):
+            for event in step:
+                apply(self.state, self.memory, event)
+                yield event
+        self._collect()
+
+    # ------------------------------------------------------------ reads
+
+    def read(self, command: cmd.Command, now_ms: int) -> Any:
+        """Answer what changes leader memory at most. Never makes an event."""
+        self._advance(now_ms)
+        if isinstance(command, cmd.Lookup):
+            return lookup(self.state, self.memory, command, now_ms)
+        if isinstance(command, cmd.RenewLeases):
+            return self._renew_leases(command, now_ms)
+        if isinstance(command, cmd.ReleaseLeases):
+            answers = [self.memory.leases.release(name) for name in command.leases]
+            self._collect()
+            return _leases_reply(command.leases, answers, 0)
+        if isinstance(command, cmd.Heartbeat):
+            return membership.heartbeat(self.state, self.memory, command, now_ms)
+        if isinstance(command, cmd.TakeTasks):
+            return blocks.take_tasks(self.state, self.memory, command, now_ms)
+        assert isinstance(command, cmd.Unknown), f"{type(command).__name__} is not a read"
+        return blocks.unknown(self.state, command)
+
+    def _renew_leases(self, command: cmd.RenewLeases, now_ms: int) -> LeasesAnswered | Rejection:
+        limits = self.limits
+        ttl_ms = command.ttl_ms or limits.lease_ms_max // 2
+        if not limits.lease_ms_min <= ttl_ms <= limits.lease_ms_max:
+            return Rejection(
+                "ttl_out_of_range", f"expected {limits.lease_ms_min}..{limits.lease_ms_max} ms, or 0", "ttl_ms"
+            )
+        if not command.leases:
+            return Rejection("empty_batch", "name at least one lease", "leases")
+        if command.locations is not None and len(command.leases) > 1:
+            return Rejection("invalid_field", "locations go with one lease only", "locations")
+        leases: Leases = self.memory.leases
+        answers = [leases.renew(name, now_ms + ttl_ms, command.locations) for name in command.leases]
+        self._collect()
+        return _leases_reply(command.leases, answers, ttl_ms)
+
+    def _advance(self, now_ms: int) -> None:
+        """Leases end by the clock, whoever calls."""
+        if self.memory.leases.sweep(now_ms):
+            self._collect()
+
+    def _collect(self) -> None:
+        leases = self.memory.leases
+        if leases.unpinned:
+            self.memory.deletions.unpinned(leases.unpinned)
+            leases.unpinned = []
+
+    # ------------------------------------------------------------ the whole state
+
+    def capture(self) -> list[bytes]:
+        """The state in chunks, for a snapshot."""
+        return list(capture.capture(self.state))
+
+    def digest(self) -> bytes:
+        """Equal for replicas that applied the same events."""
+        return capture.digest(self.state)
+
+    def check(self) -> None:
+        """Raises AssertionError when a counter or link disagrees with the rows."""
+        checks.check(self.state)
+
+    def describe(self, kind: str, now_ms: int | None = None) -> list[Struct]:
+        """Views of all registered things of a kind (`views.KINDS`)."""
+        return views.describe(self.state, self.memory, kind, self.state.now_ms if now_ms is None else now_ms)
+
+    def describe_one(self, kind: str, id: str, now_ms: int) -> Struct | None:
+        """View of one registered thing."""
+        return views.describe_one(self.state, self.memory, kind, id, now_ms)
+
+    def block(self, instance: str, group: str | None, key: bytes) -> BlockDetail | Rejection:
+        """Everything known of one block."""
+        return views.block(self.state, instance, group, key)
+
+
+def _leases_reply(
+    names: tuple[str, ...], answers: list[tuple[LeaseOutcome, int]], ttl_ms: int
+) -> LeasesAnswered:
+    return LeasesAnswered(
+        names, bytes(outcome for outcome, _ in answers), array("I", [changed for _, changed in answers]), ttl_ms
+    )

@@ -1,0 +1,71 @@
+"""Leader memory: what only the leader knows and may lose at any moment without any replica being wrong.
+
+Read leases, heartbeats, deletion tasks, recency summaries, the queue of what is applied but not yet durable.
+"""
+
+from array import array
+from collections import deque
+from heapq import heappop, heappush
+
+from .deletion import Deletions
+from .leases import Leases
+from .model import Limits
+from .replies import Started
+from .state import State, Usage
+
+
+class Memory:
+    """Beside a State, never part of its digest."""
+
+    def __init__(self, state: State, limits: Limits) -> None:
+        self.state = state
+        self.limits = limits
+        self.leases = Leases(state.index, limits, state.shard)
+        self.deletions = Deletions(state.index, limits, state.shard)
+        self.unrevealed: deque[tuple[int, "array[int]"]] = deque()
+        """(seq of the publishing event, slots): serving, and visible once that seq is durable."""
+        self.session_deadlines: list[tuple[int, int]] = []
+        self.beats: dict[tuple[str, str], int] = {}
+        """(kind, id) -> when it was last heard of."""
+        self.pressed: set[Usage] = set()
+        """Scopes that went over their high watermark."""
+        self.touched: dict[int, int] = {}
+        """slot -> when, since the last hot summary."""
+        self.hot_summary_at_ms = 0
+        self.unjournaled: dict[tuple[str, str], Started] = {}
+        """Answers to start-writes that changed nothing (everything present or refused), for a retry."""
+
+    def remember_unjournaled(self, request: tuple[str, str], reply: Started) -> None:
+        """Keep an answer that no event carries, bounded like the journaled ones."""
+        self.unjournaled[request] = reply
+        if len(self.unjournaled) > self.limits.remembered_requests_max:
+            del self.unjournaled[next(iter(self.unjournaled))]
+
+    def touch(self, slot: int, now_ms: int) -> None:
+        """The block in this slot (and so the prefix above it) was used."""
+        used = self.state.index.used_ms
+        if used[slot] < now_ms:
+            used[slot] = now_ms
+            if len(self.touched) < self.limits.hot_summary_max:
+                self.touched[slot] = now_ms
+
+    def reveal(self, durable_seq: int) -> None:
+        """Everything published up to this seq is durable: readers may see it."""
+        while self.unrevealed and self.unrevealed[0][0] <= durable_seq:
+            self.state.index.reveal(self.unrevealed.popleft()[1])
+
+    def watch_session(self, number: int, deadline_ms: int) -> None:
+        """The session's deadline is (now) this."""
+        heappush(self.session_deadlines, (deadline_ms, number))
+
+    def overdue_sessions(self, now_ms: int, count_max: int) -> list[int]:
+        """Open sessions past their deadline."""
+        found: list[int] = []
+        heap = self.session_deadlines
+        while heap and heap[0][0] <= now_ms and len(found) < count_max:
+            deadline_ms, number = heappop(heap)
+            session = self.state.sessions.get(number)
+            if session is None or session.deadline_ms != deadline_ms:
+                continue  # ended, or renewed: the newer deadline has its own entry
+            found.append(number)
+        return found

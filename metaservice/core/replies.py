@@ -1,0 +1,198 @@
+"""What the core answers. Columns are arrays or bytes; the API turns them into either encoding."""
+
+from array import array
+
+from msgspec import Struct
+
+from .model import Fingerprint, SwitchMode, SwitchScope
+
+
+class Switched(Struct, frozen=True):
+    """The strictest switch on the path, when it is not `normal`."""
+
+    scope: SwitchScope
+    id: str
+    mode: SwitchMode
+
+
+class Done(Struct, frozen=True):
+    """A command without a more telling reply. `created` is True when the thing was new."""
+
+    created: bool = False
+
+
+class InstanceRegistered(Struct, frozen=True):
+    """`storages`: names of the group's storages in order."""
+
+    created: bool
+    storages: tuple[str, ...]
+
+
+class Registered(Struct, frozen=True):
+    """Engine or worker registration; `fenced` is the incarnation that was replaced ('' for none)."""
+
+    id: str
+    incarnation: str
+    fenced: str = ""
+
+
+class Beat(Struct, frozen=True):
+    """Heartbeat accepted. `switch` is the strictest on the engine's instance (None: normal)."""
+
+    status: str
+    switch: Switched | None = None
+
+
+class Located(Struct):
+    """Places of n blocks in columns; `storages` holds storage numbers; `checksums` is packed u64, block-major."""
+
+    locations: "array[int]"
+    generations: "array[int]"
+    storages: "array[int]"
+    checksums: bytes
+
+
+class Looked(Struct):
+    """Reply to Lookup; the fields mean what `wire.schemas.LookupReply` says. `group` is the group that was searched."""
+
+    mode: str
+    asked: int
+    hits: int
+    start: int
+    cut: str
+    cut_at: int
+    group: str
+    switch: Switched | None = None
+    hit: bytes = b""
+    lease: str | None = None
+    lease_ms: int = 0
+    located: Located | None = None
+    state_group: str = ""
+    state: Located | None = None
+
+
+class Started(Struct):
+    """Reply to StartWrite; one row a requested key. Outcome and reason codes are those of `core.outcomes`."""
+
+    session: int | None
+    ttl_ms: int
+    group: str
+    outcomes: bytes
+    reasons: bytes
+    locations: "array[int]"
+    generations: "array[int]"
+    storages: "array[int]"
+    wait_ms: "array[int]"
+    switch: Switched | None = None
+    evicted: int = 0
+
+
+class Finished(Struct):
+    """Reply to Finish: FinishStatus per location."""
+
+    status: bytes
+    published: int
+    open: int
+
+
+class Renewed(Struct, frozen=True):
+    """Reply to RenewWrite."""
+
+    ttl_ms: int
+
+
+class Aborted(Struct, frozen=True):
+    """Reply to Abort."""
+
+    freed: int
+
+
+class LeasesAnswered(Struct):
+    """Reply to RenewLeases and ReleaseLeases: LeaseOutcome and changed blocks per lease."""
+
+    leases: tuple[str, ...]
+    outcomes: bytes
+    changed: "array[int]"
+    ttl_ms: int = 0
+    switch: Switched | None = None
+
+
+class Removed(Struct):
+    """Reply to Remove: RemoveOutcome per requested key."""
+
+    outcomes: bytes
+    removed: int
+
+
+class Task(Struct, frozen=True):
+    """A deletion task handed to a worker; `storage` is the storage's name, `parts` the names to delete of each location."""
+
+    task: str
+    storage: str
+    parts: tuple[str, ...]
+    locations: "array[int]"
+    generations: "array[int]"
+    ttl_ms: int
+
+
+class Tasks(Struct):
+    """Reply to TakeTasks."""
+
+    tasks: list[Task]
+
+
+class Confirmed(Struct, frozen=True):
+    """Reply to ConfirmTask."""
+
+    gone: int
+    again: int
+
+
+class UnknownPlaces(Struct, frozen=True):
+    """Reply to Unknown: 1 where no block has that place."""
+
+    unknown: bytes
+
+
+class BlockDetail(Struct, frozen=True):
+    """One block for people: everything known of it."""
+
+    key: bytes
+    parent: bytes | None
+    instance: str
+    group: str
+    state: str
+    visible: bool
+    location: int
+    generation: int
+    storage: str
+    size_bytes: int
+    parts: dict[str, str]
+    checksums: dict[str, int]
+    children: int
+    leases: int
+    session: str
+    last_used_ms: int
+
+
+class Usage(Struct, frozen=True):
+    """What a scope uses now. `deleting_*` waits for its bytes to be deleted and is not part of the others."""
+
+    bytes: int
+    blocks: int
+    deleting_bytes: int = 0
+    deleting_blocks: int = 0
+    bytes_max: int | None = None
+    blocks_max: int | None = None
+
+
+class InstanceView(Struct, frozen=True):
+    """A registered instance for people."""
+
+    instance: str
+    group: str
+    tenant: str
+    fingerprint: Fingerprint
+    usage: Usage
+    switch: SwitchMode
+    retiring: bool

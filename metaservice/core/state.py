@@ -1,0 +1,249 @@
+"""The replicated state of a shard: what the journal says, and nothing else. Only `apply` changes it.
+
+Recency, read leases, tasks and heartbeats are leader memory (`memory.Memory`): they may be lost at any moment without making a
+replica differ.
+"""
+
+from array import array
+from collections import OrderedDict
+
+from msgspec import Struct
+
+from .events import BlocksRemoved, WriteFinished, WriteStarted
+from .index import BlockIndex, Table
+from .model import EvictionPolicy, Fingerprint, GroupKind, Quota, SwitchMode, SwitchScope
+from .replies import Switched
+
+Remembered = WriteStarted | WriteFinished | BlocksRemoved
+
+
+class Usage:
+    """What a scope holds. `bytes`/`blocks` count writing and serving; `deleting_*` waits for its bytes to be deleted.
+
+    `budget_*` is the slice of the hard limit that this shard may use (None: unlimited): admission never exceeds it.
+    """
+
+    __slots__ = ("blocks", "budget_blocks", "budget_bytes", "bytes", "deleting_blocks", "deleting_bytes", "id", "scope")
+
+    def __init__(self, scope: SwitchScope, id: str) -> None:
+        self.scope = scope
+        self.id = id
+        self.bytes = 0
+        self.blocks = 0
+        self.deleting_bytes = 0
+        self.deleting_blocks = 0
+        self.budget_bytes: int | None = None
+        self.budget_blocks: int | None = None
+
+    def room(self, size_bytes: int) -> int | None:
+        """How many more blocks of `size_bytes` fit, None for no limit. Never negative."""
+        rooms = []
+        if self.budget_bytes is not None:
+            rooms.append((self.budget_bytes - self.bytes) // size_bytes)
+        if self.budget_blocks is not None:
+            rooms.append(self.budget_blocks - self.blocks)
+        return max(0, min(rooms)) if rooms else None
+
+    def over(self, permille: int) -> bool:
+        """Whether use is above that many thousandths of a limit."""
+        return self.excess_bytes(permille) > 0 or self.excess_blocks(permille) > 0
+
+    def excess_bytes(self, permille: int) -> int:
+        """Bytes above that many thousandths of the limit (0 or less: none)."""
+        return 0 if self.budget_bytes is None else self.bytes - self.budget_bytes * permille // 1000
+
+    def excess_blocks(self, permille: int) -> int:
+        """Blocks above that many thousandths of the limit (0 or less: none)."""
+        return 0 if self.budget_blocks is None else self.blocks - self.budget_blocks * permille // 1000
+
+
+class Tenant:
+    """Who pays. `quota` is what the operator set; the usage holds the slice granted to this shard."""
+
+    __slots__ = ("id", "quota", "switch", "usage")
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.quota = Quota()
+        self.switch = SwitchMode.normal
+        self.usage = Usage(SwitchScope.tenant, id)
+
+
+class Storage:
+    """One storage system. Its capacity is physical: bytes whose deletion is overdue count against it (see `admission`)."""
+
+    __slots__ = ("capacity_bytes", "fault_domain", "id", "kind", "number", "options", "switch", "usage")
+
+    def __init__(self, id: str, number: int, kind: str, options: dict[str, str]) -> None:
+        self.id = id
+        self.number = number
+        self.kind = kind
+        self.options = options
+        self.capacity_bytes: int | None = None
+        self.fault_domain = ""
+        self.switch = SwitchMode.normal
+        self.usage = Usage(SwitchScope.storage, id)
+
+
+class Group:
+    """InstanceGroup: quota and policy shared by its instances."""
+
+    __slots__ = (
+        "eviction", "high_permille", "id", "low_permille", "quota", "storages", "switch", "tenant", "usage",
+    )  # fmt: skip
+
+    def __init__(self, id: str, tenant: Tenant) -> None:
+        self.id = id
+        self.tenant = tenant
+        self.storages: tuple[str, ...] = ()
+        self.quota = Quota()
+        self.high_permille = 0
+        self.low_permille = 0
+        self.eviction = EvictionPolicy.lru
+        self.switch = SwitchMode.normal
+        self.usage = Usage(SwitchScope.group, id)
+
+
+class Instance:
+    """One immutable model deployment. `tables` has one key table per attention group, in the fingerprint's order."""
+
+    __slots__ = (
+        "effective", "fingerprint", "group", "id", "primary", "quota", "retiring", "switch", "tables", "usage",
+    )  # fmt: skip
+
+    def __init__(self, id: str, group: Group, fingerprint: Fingerprint) -> None:
+        self.id = id
+        self.group = group
+        self.fingerprint = fingerprint
+        self.quota = Quota()
+        self.switch = SwitchMode.normal
+        self.retiring = False
+        self.tables: dict[str, Table] = {}
+        self.primary: Table
+        self.usage = Usage(SwitchScope.instance, id)
+        self.effective: Switched | None = None
+        """The strictest switch on the path, None when all are normal. Derived; kept because every lookup asks."""
+
+    def first(self, kind: GroupKind) -> Table | None:
+        """The first table of an attention kind."""
+        return next((table for table in self.tables.values() if table.group.kind == kind), None)
+
+
+class Session:
+    """An open write session. Rows are its locations in the order they were given; `status` is FinishStatus a row."""
+
+    __slots__ = (
+        "deadline_ms", "engine", "generations", "incarnation", "number", "open", "row_of", "slots", "status",
+        "table", "ttl_ms",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        number: int,
+        engine: str,
+        incarnation: str,
+        table: Table,
+        ttl_ms: int,
+        deadline_ms: int,
+        slots: "array[int]",
+        generations: "array[int]",
+        status: bytearray,
+    ) -> None:
+        self.number = number
+        self.engine = engine
+        self.incarnation = incarnation
+        self.table = table
+        self.ttl_ms = ttl_ms
+        self.deadline_ms = deadline_ms
+        self.slots = slots
+        self.generations = generations
+        self.status = status
+        self.open = status.count(1)
+        self.row_of: dict[int, int] = {}
+
+    def rows(self) -> dict[int, int]:
+        """slot -> row, made when first needed."""
+        if not self.row_of:
+            self.row_of = {slot: row for row, slot in enumerate(self.slots)}
+        return self.row_of
+
+
+class Ended(Struct, frozen=True, array_like=True):
+    """What is remembered of a session that is over. `state`: SessionState; `freed`: locations that its end freed; columns
+    as in Session, packed."""
+
+    number: int
+    state: int
+    freed: int
+    engine: str
+    incarnation: str
+    slots: bytes
+    generations: bytes
+    status: bytes
+
+
+class Member(Struct, array_like=True):
+    """A registered engine or worker. `retired`: incarnations that were replaced under this id and cannot come back."""
+
+    id: str
+    incarnation: str
+    registered_ms: int
+    expired_ms: int = 0
+    retired: list[str] = []
+    instance: str = ""
+    rank: int = 0
+    storages: tuple[str, ...] = ()
+
+
+class State:
+    """Everything that the journal of one shard says."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard = shard
+        self.seq = 0
+        self.epoch = 0
+        self.cluster = ""
+        self.now_ms = 0
+        self.takeover_ms = 0
+        self.index = BlockIndex()
+        self.tenants: dict[str, Tenant] = {}
+        self.storages: dict[str, Storage] = {}
+        self.storage_of: dict[int, Storage] = {}
+        self.groups: dict[str, Group] = {}
+        self.instances: dict[str, Instance] = {}
+        self.switch = SwitchMode.normal
+        self.switch_reasons: dict[tuple[SwitchScope, str], str] = {}
+        self.engines: dict[str, Member] = {}
+        self.workers: dict[str, Member] = {}
+        self.sessions: dict[int, Session] = {}
+        self.sessions_of: dict[str, set[int]] = {}
+        """engine id -> its open sessions; derived."""
+        self.ended: OrderedDict[int, Ended] = OrderedDict()
+        self.deleting: dict[int, int] = {}
+        """slot -> `not_before_ms` of every deleting location."""
+        self.remembered: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
+        self.retiring: dict[str, None] = {}
+        """Instances being removed, in the order asked."""
+        self.session_next = 1
+        self.table_next = 1
+        self.grant_next = 1
+
+    def members(self, kind: str) -> dict[str, Member]:
+        """The registry of `engine` or `worker`."""
+        return self.engines if kind == "engine" else self.workers
+
+    def scopes(self, instance: Instance) -> tuple[Usage, Usage, Usage]:
+        """The usages a block of the instance counts in, narrowest first (its storage's comes on top)."""
+        return instance.usage, instance.group.usage, instance.group.tenant.usage
+
+    def effective_switch(self, instance: Instance) -> Switched | None:
+        """The strictest switch on the path (the widest scope wins a tie), None when all are normal."""
+        group = instance.group
+        path = (
+            (SwitchScope.cluster, "", self.switch),
+            (SwitchScope.tenant, group.tenant.id, group.tenant.switch),
+            (SwitchScope.group, group.id, group.switch),
+            (SwitchScope.instance, instance.id, instance.switch),
+        )
+        scope, id, mode = max(path, key=lambda step: step[2])
+        return None if mode is SwitchMode.normal else Switched(scope, id, mode)

@@ -1,0 +1,203 @@
+"""The state for people: what the admin routes, the CLI and the console show. Reads only."""
+
+from msgspec import Struct
+
+from .membership import status_of
+from .memory import Memory
+from .model import EvictionPolicy, Fingerprint, LocationState, Quota, SwitchMode, SwitchScope
+from .rejections import Rejection
+from .replies import BlockDetail, Switched, Usage
+from .state import Member, State
+from .state import Usage as Counters
+from .ids import location_base, session_name
+from .validate import find_table
+
+
+class TenantView(Struct, frozen=True):
+    """A tenant."""
+
+    id: str
+    quota: Quota
+    switch: SwitchMode
+    usage: Usage
+
+
+class StorageView(Struct, frozen=True):
+    """A storage. `overdue_bytes`: deletions that no worker confirmed in time."""
+
+    id: str
+    number: int
+    kind: str
+    options: dict[str, str]
+    capacity_bytes: int | None
+    fault_domain: str
+    switch: SwitchMode
+    usage: Usage
+    overdue_bytes: int
+
+
+class GroupView(Struct, frozen=True):
+    """An instance group."""
+
+    id: str
+    tenant: str
+    storages: tuple[str, ...]
+    quota: Quota
+    high_permille: int
+    low_permille: int
+    eviction: EvictionPolicy
+    switch: SwitchMode
+    usage: Usage
+
+
+class InstanceView(Struct, frozen=True):
+    """An instance. `effective` is the strictest switch on its path (None: all normal)."""
+
+    id: str
+    group: str
+    tenant: str
+    fingerprint: Fingerprint
+    quota: Quota
+    switch: SwitchMode
+    effective: Switched | None
+    retiring: bool
+    usage: Usage
+
+
+class MemberView(Struct, frozen=True):
+    """An engine or worker; `status` is active, suspect or expired."""
+
+    id: str
+    incarnation: str
+    status: str
+    registered_ms: int
+    silent_ms: int
+    instance: str
+    rank: int
+    storages: tuple[str, ...]
+    sessions: int
+
+
+class SwitchView(Struct, frozen=True):
+    """A switch that is not normal. `id` is `scope/id`, so that the list has a key."""
+
+    id: str
+    scope: SwitchScope
+    name: str
+    mode: SwitchMode
+    reason: str
+
+
+KINDS = ("tenants", "storages", "groups", "instances", "engines", "workers", "switches")
+
+
+def describe(state: State, memory: Memory, kind: str, now_ms: int) -> list[Struct]:
+    """All registered things of a kind, by id."""
+    return [view for id in sorted(_ids(state, kind)) if (view := describe_one(state, memory, kind, id, now_ms))]
+
+
+def describe_one(state: State, memory: Memory, kind: str, id: str, now_ms: int) -> Struct | None:
+    """One registered thing, None when there is none."""
+    if id not in _ids(state, kind):
+        return None
+    if kind == "tenants":
+        tenant = state.tenants[id]
+        return TenantView(id, tenant.quota, tenant.switch, _usage(tenant.usage))
+    if kind == "storages":
+        return _storage(state, memory, id)
+    if kind == "groups":
+        group = state.groups[id]
+        return GroupView(
+            id, group.tenant.id, group.storages, group.quota, group.high_permille, group.low_permille, group.eviction,
+            group.switch, _usage(group.usage),
+        )  # fmt: skip
+    if kind == "instances":
+        one = state.instances[id]
+        return InstanceView(
+            id, one.group.id, one.group.tenant.id, one.fingerprint, one.quota, one.switch, one.effective, one.retiring,
+            _usage(one.usage),
+        )  # fmt: skip
+    if kind == "switches":
+        return _ids_of_switches(state)[id]
+    singular = kind.removesuffix("s")
+    return _member(state, memory, singular, state.members(singular)[id], now_ms)
+
+
+def block(state: State, instance_id: str, group: str | None, key: bytes) -> BlockDetail | Rejection:
+    """Everything known of one block."""
+    instance = state.instances.get(instance_id)
+    if instance is None:
+        return Rejection("instance_unknown", f"no instance {instance_id!r}", "instance")
+    table = instance.primary if group is None else find_table(instance, group)
+    if isinstance(table, Rejection):
+        return table
+    index = state.index
+    slot = table.slots.get(key)
+    if slot is None:
+        return Rejection("block_unknown", "no block with this key is written or serves", "key")
+    done = index.done[slot]
+    sums = index.sums[slot] or bytes(8 * len(table.parts))
+    session = index.session[slot]
+    return BlockDetail(
+        key, index.parent[slot], instance_id, table.group.name, LocationState(index.state[slot]).name,
+        bool(index.visible[slot]), location_base(state.shard) + slot, index.generation[slot],
+        state.storage_of[index.storage[slot]].id, table.size_bytes,
+        {part.name: "written" if done >> at & 1 else "awaited" for at, part in enumerate(table.parts)},
+        {
+            part.name: int.from_bytes(sums[8 * at : 8 * at + 8], "little")
+            for at, part in enumerate(table.parts)
+            if done >> at & 1
+        },
+        index.children[slot], index.pins[slot], session_name(state.shard, session) if session else "",
+        index.used_ms[slot],
+    )  # fmt: skip
+
+
+def _ids(state: State, kind: str) -> dict[str, object]:
+    known: dict[str, dict[str, object]] = {
+        "tenants": state.tenants, "storages": state.storages, "groups": state.groups, "instances": state.instances,
+        "engines": state.engines, "workers": state.workers,
+    }  # type: ignore[dict-item]  # fmt: skip
+    return known[kind] if kind != "switches" else dict(_ids_of_switches(state))
+
+
+def _ids_of_switches(state: State) -> dict[str, SwitchView]:
+    views = [SwitchView("cluster", SwitchScope.cluster, "", state.switch, _reason(state, SwitchScope.cluster, ""))]
+    for scope, registry in (
+        (SwitchScope.tenant, state.tenants),
+        (SwitchScope.group, state.groups),
+        (SwitchScope.instance, state.instances),
+        (SwitchScope.storage, state.storages),
+    ):
+        views += [
+            SwitchView(f"{scope.name}/{id}", scope, id, one.switch, _reason(state, scope, id))
+            for id, one in registry.items()  # type: ignore[attr-defined]
+        ]
+    return {view.id: view for view in views if view.mode is not SwitchMode.normal}
+
+
+def _reason(state: State, scope: SwitchScope, id: str) -> str:
+    return state.switch_reasons.get((scope, id), "")
+
+
+def _usage(counters: Counters) -> Usage:
+    return Usage(
+        counters.bytes, counters.blocks, counters.deleting_bytes, counters.deleting_blocks, counters.budget_bytes,
+        counters.budget_blocks,
+    )  # fmt: skip
+
+
+def _storage(state: State, memory: Memory, id: str) -> StorageView:
+    one = state.storages[id]
+    return StorageView(
+        id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.switch, _usage(one.usage),
+        memory.deletions.overdue_bytes.get(one.number, 0),
+    )  # fmt: skip
+
+
+def _member(state: State, memory: Memory, kind: str, member: Member, now_ms: int) -> MemberView:
+    return MemberView(
+        member.id, member.incarnation, status_of(memory, kind, member, now_ms), member.registered_ms,
+        max(0, now_ms - memory.beats.get((kind, member.id), member.registered_ms)), member.instance, member.rank,
+        member.storages, len(state.sessions_of.get(member.id, ())) if kind == "engine" else 0,
+    )  # fmt: skip

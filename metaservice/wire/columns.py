@@ -1,0 +1,127 @@
+"""Columns on the wire: checked once, unpacked once, packed once.
+
+A column comes as a list (JSON, or a msgpack client that does not care) or as packed little-endian bytes (connectors).
+Every function raises `ColumnError` naming the field and the row, never anything else, whatever it is given.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any, Literal
+
+Kind = Literal["Q", "I", "H", "B"]
+"""u64, u32, u16, u8 as `array` type codes."""
+
+_SIZE = {"Q": 8, "I": 4, "H": 2, "B": 1}
+assert all(array(kind).itemsize == size for kind, size in _SIZE.items()), "this platform's C integer sizes are unusual"
+_SWAP = sys.byteorder == "big"
+
+
+class ColumnError(ValueError):
+    """A column is not what it has to be. `code` is a problem code, `field` names the column (and row) at fault."""
+
+    def __init__(self, code: str, field: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field
+        self.message = message
+
+
+def keys_of(value: Any, key_length: int, field: str, count_max: int) -> list[bytes]:
+    """The block keys of a request column, each exactly `key_length` bytes."""
+    if isinstance(value, bytes):
+        if len(value) % key_length:
+            raise ColumnError("key_length", field, f"{len(value)} packed bytes are not a multiple of {key_length}")
+        if len(value) // key_length > count_max:
+            raise ColumnError(
+                "too_many_keys", field, f"{len(value) // key_length} keys; at most {count_max} in one request"
+            )
+        return [value[at : at + key_length] for at in range(0, len(value), key_length)]
+    if not isinstance(value, list):
+        raise ColumnError("invalid_key", field, f"expected a list of keys, got {_kind(value)}")
+    if len(value) > count_max:
+        raise ColumnError("too_many_keys", field, f"{len(value)} keys; at most {count_max} in one request")
+    if not value:
+        return []
+    if set(map(type, value)) == {bytes} and set(map(len, value)) == {key_length}:
+        return value
+    return [key_of(key, key_length, f"{field}[{row}]") for row, key in enumerate(value)]
+
+
+def key_of(value: Any, key_length: int, field: str) -> bytes:
+    """One block key from hex text or bytes."""
+    if isinstance(value, str):
+        if len(value) != 2 * key_length:
+            raise ColumnError(
+                "key_length", field, f"{len(value)} hex digits; keys of this instance have {2 * key_length}"
+            )
+        if not value.isascii() or not value.isalnum():  # bytes.fromhex would accept white space
+            raise ColumnError("invalid_key", field, "not hex text")
+        try:
+            return bytes.fromhex(value)
+        except ValueError:
+            raise ColumnError("invalid_key", field, "not hex text") from None
+    if isinstance(value, bytes):
+        if len(value) != key_length:
+            raise ColumnError("key_length", field, f"{len(value)} bytes; keys of this instance have {key_length}")
+        return value
+    raise ColumnError("invalid_key", field, f"expected hex text or bytes, got {_kind(value)}")
+
+
+def numbers_of(value: Any, kind: Kind, field: str, count_max: int) -> "array[int]":
+    """A number column as an array of the given kind."""
+    if isinstance(value, bytes):
+        if len(value) % _SIZE[kind]:
+            raise ColumnError(
+                "column_length", field, f"{len(value)} packed bytes are not a multiple of {_SIZE[kind]}"
+            )
+        if len(value) // _SIZE[kind] > count_max:
+            raise ColumnError("column_length", field, f"{len(value) // _SIZE[kind]} rows; at most {count_max}")
+        column = array(kind, value)
+        if _SWAP:
+            column.byteswap()
+        return column
+    if not isinstance(value, list):
+        raise ColumnError("invalid_field", field, f"expected a list of integers, got {_kind(value)}")
+    if len(value) > count_max:
+        raise ColumnError("column_length", field, f"{len(value)} rows; at most {count_max}")
+    if not all(map(isinstance, value, repeat(int))) or any(map(isinstance, value, repeat(bool))):
+        row = next(row for row, item in enumerate(value) if type(item) is not int)
+        raise ColumnError("invalid_field", f"{field}[{row}]", f"expected an integer, got {_kind(value[row])}")
+    try:
+        return array(kind, value)
+    except OverflowError:
+        top = 2 ** (8 * _SIZE[kind]) - 1
+        row = next(row for row, item in enumerate(value) if not 0 <= item <= top)
+        raise ColumnError("invalid_field", f"{field}[{row}]", f"outside 0..{top}") from None
+
+
+def flags_of(value: Any, field: str, count_max: int) -> bytes:
+    """A column of booleans as bytes of 0 and 1."""
+    if isinstance(value, list):
+        if len(value) > count_max:
+            raise ColumnError("column_length", field, f"{len(value)} rows; at most {count_max}")
+        if value and set(map(type, value)) != {bool}:
+            row = next(row for row, item in enumerate(value) if type(item) is not bool)
+            raise ColumnError("invalid_field", f"{field}[{row}]", f"expected a boolean, got {_kind(value[row])}")
+        return bytes(value)
+    if not isinstance(value, bytes):
+        raise ColumnError("invalid_field", field, f"expected a list of booleans, got {_kind(value)}")
+    if len(value) > count_max:
+        raise ColumnError("column_length", field, f"{len(value)} rows; at most {count_max}")
+    if value.translate(None, b"\x00\x01"):
+        raise ColumnError("invalid_field", field, "packed booleans are bytes of 0 and 1")
+    return value
+
+
+def packed(kind: Kind, values: Sequence[int]) -> bytes:
+    """Little-endian bytes of a number column."""
+    column = array(kind, values)
+    if _SWAP:
+        column.byteswap()
+    return column.tobytes()
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
