@@ -15,7 +15,9 @@ from .admission import watermarks
 from .eviction import offer
 from .index import Table, packed_slots, unpacked_slots
 from .memory import Memory
-from .model import SessionState, SwitchMode, SwitchScope
+from .model import (
+    ENDED_SESSIONS, REMEMBERED_REQUESTS, RETIRED_INCARNATIONS, SessionState, SwitchMode, SwitchScope,
+)  # fmt: skip
 from .outcomes import FinishStatus
 from .state import Ended, Group, Instance, Member, Session, State, Storage, Tenant, Usage
 
@@ -190,23 +192,21 @@ def _switch_set(state: State, memory: Memory, event: ev.SwitchSet) -> None:
 
 
 def _engine_registered(state: State, memory: Memory, event: ev.EngineRegistered) -> None:
-    member = _registered(state.engines, event.engine, event.incarnation, event.now_ms, memory)
+    member = _registered(state.engines, event.engine, event.incarnation, event.now_ms)
     member.instance, member.rank = event.instance, event.rank
 
 
 def _worker_registered(state: State, memory: Memory, event: ev.WorkerRegistered) -> None:
-    member = _registered(state.workers, event.worker, event.incarnation, event.now_ms, memory)
+    member = _registered(state.workers, event.worker, event.incarnation, event.now_ms)
     member.storages = event.storages
 
 
-def _registered(
-    registry: dict[str, Member], id: str, incarnation: str, now_ms: int, memory: Memory
-) -> Member:
+def _registered(registry: dict[str, Member], id: str, incarnation: str, now_ms: int) -> Member:
     member = registry.get(id)
     if member is None:
         member = registry[id] = Member(id, incarnation, now_ms, retired=[])
     if member.incarnation != incarnation:
-        keep = memory.limits.retired_incarnations_max - 1
+        keep = RETIRED_INCARNATIONS - 1
         member.retired = [*member.retired[-keep:], member.incarnation]
         member.incarnation = incarnation
     member.registered_ms = now_ms
@@ -251,7 +251,7 @@ def _write_started(state: State, memory: Memory, event: ev.WriteStarted) -> None
     for number in set(storages):
         _count_storage(state, memory, state.storage_of[number], table, storages.count(number))
     if event.request_id:
-        _remember(state, memory, event.engine, event.request_id, replace(event, keys=b"", parents=None))
+        _remember(state, event.engine, event.request_id, replace(event, keys=b"", parents=None))
 
 
 def _write_finished(state: State, memory: Memory, event: ev.WriteFinished) -> None:
@@ -283,9 +283,9 @@ def _write_finished(state: State, memory: Memory, event: ev.WriteFinished) -> No
     if freed:
         _retire(state, memory, freed, event.not_before_ms)
     if event.request_id:
-        _remember(state, memory, session.engine, event.request_id, replace(event, checksums=b"", masks=b""))
+        _remember(state, session.engine, event.request_id, replace(event, checksums=b"", masks=b""))
     if not session.open:
-        _end(state, memory, session, SessionState.finished, 0)
+        _end(state, session, SessionState.finished, 0)
 
 
 def _session_renewed(state: State, memory: Memory, event: ev.SessionRenewed) -> None:
@@ -301,10 +301,10 @@ def _session_ended(state: State, memory: Memory, event: ev.SessionEnded) -> None
         session.status[row] = FREED
     assert len(rows) == event.freed, "a session's open count is wrong"
     _retire(state, memory, array("I", [session.slots[row] for row in rows]), event.not_before_ms)
-    _end(state, memory, session, SessionState.expired if event.expired else SessionState.aborted, event.freed)
+    _end(state, session, SessionState.expired if event.expired else SessionState.aborted, event.freed)
 
 
-def _end(state: State, memory: Memory, session: Session, how: SessionState, freed: int) -> None:
+def _end(state: State, session: Session, how: SessionState, freed: int) -> None:
     session.open = 0
     del state.sessions[session.number]
     of_engine = state.sessions_of[session.engine]
@@ -315,7 +315,7 @@ def _end(state: State, memory: Memory, session: Session, how: SessionState, free
         session.number, int(how), freed, session.engine, session.incarnation, packed_slots(session.slots),
         session.generations.tobytes(), bytes(session.status),
     )  # fmt: skip
-    if len(state.ended) > memory.limits.ended_sessions_max:
+    if len(state.ended) > ENDED_SESSIONS:
         state.ended.popitem(last=False)
 
 
@@ -338,9 +338,9 @@ def _blocks_removed(state: State, memory: Memory, event: ev.BlocksRemoved) -> No
             session.status[rows[slot]] = REMOVED
         session.open -= len(lost)
         if not session.open:
-            _end(state, memory, session, SessionState.finished, 0)
+            _end(state, session, SessionState.finished, 0)
     if event.request_id:
-        _remember(state, memory, event.client, event.request_id, event)
+        _remember(state, event.client, event.request_id, event)
 
 
 def _retire(state: State, memory: Memory, slots: "array[int]", not_before_ms: int) -> None:
@@ -410,9 +410,9 @@ def _press(state: State, memory: Memory, usage: Usage) -> None:
         memory.pressed.add(usage)
 
 
-def _remember(state: State, memory: Memory, client: str, request_id: str, event: Any) -> None:
+def _remember(state: State, client: str, request_id: str, event: Any) -> None:
     state.remembered[client, request_id] = event
-    if len(state.remembered) > memory.limits.remembered_requests_max:
+    if len(state.remembered) > REMEMBERED_REQUESTS:
         state.remembered.popitem(last=False)
 
 

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from .deletion import Deletions
 from .leases import Leases
-from .model import Limits
+from .model import REMEMBERED_REQUESTS, Limits
 from .replies import Started
 from .state import State, Usage
 
@@ -38,7 +38,7 @@ class Memory:
     def remember_unjournaled(self, request: tuple[str, str], reply: Started) -> None:
         """Keep an answer that no event carries, bounded like the journaled ones."""
         self.unjournaled[request] = reply
-        if len(self.unjournaled) > self.limits.remembered_requests_max:
+        if len(self.unjournaled) > REMEMBERED_REQUESTS:
             del self.unjournaled[next(iter(self.unjournaled))]
 
     def touch(self, slot: int, now_ms: int) -> None:

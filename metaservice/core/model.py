@@ -107,6 +107,13 @@ class LeaseState(IntEnum):
     expired = 2
 
 
+REMEMBERED_REQUESTS = 4_096
+"""Replies kept for retries (invariant I7): the newest so many."""
+ENDED_SESSIONS = 4_096
+RETIRED_INCARNATIONS = 32
+"""What a state remembers is no setting: replicas that were configured differently would no longer be equal (I6)."""
+
+
 class Limits(Struct, frozen=True, kw_only=True):
     """Every bound and duration of the core. Asserted together by `config` (the timing laws)."""
 
@@ -128,9 +135,6 @@ class Limits(Struct, frozen=True, kw_only=True):
     leases_max: int = 200_000
     registered_max: int = 100_000
     """Tenants, storages, groups, instances, engines, workers: at most so many of each."""
-    remembered_requests_max: int = 4_096
-    """Replies kept for retries (invariant I7): the newest so many."""
-    ended_sessions_max: int = 4_096
     ended_leases_max: int = 4_096
     ended_tasks_max: int = 4_096
     forget_ms: int = 600_000
@@ -144,6 +148,5 @@ class Limits(Struct, frozen=True, kw_only=True):
     task_retry_ms: int = 1_000
     parts_max: int = 64
     groups_max: int = 16
-    retired_incarnations_max: int = 32
     evict_batch_max: int = 4_096
     retire_batch_max: int = 4_096

@@ -1,0 +1,264 @@
+"""The only caller of the core: a bounded queue, natural batching, one append in flight, replies once they are durable.
+
+While one batch is being made durable the next one gathers. The journal's blocking calls run in one thread of their own; the
+machine is touched by the event loop only. What cannot be appended is never undone: either the same bytes get in later, or the
+state is thrown away and built anew from the journal.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from metaservice.core import commands as cmd
+from metaservice.core.events import BlocksRemoved, Event, MemberExpired, SessionEnded
+from metaservice.core.machine import Machine
+from metaservice.journal.codec import encode_batch
+from metaservice.journal.errors import FateUnknown, JournalBusy, JournalError, JournalFull
+from metaservice.journal.port import Journal
+
+from .errors import ShardUnavailable
+from .observer import Observer
+
+log = logging.getLogger(__name__)
+
+COMMANDS_PER_BATCH_MAX = 1_024
+KEYS_PER_BATCH_MAX = 65_536
+QUEUE_MAX = 8_192
+TICK_MS = 100
+RETRY_MS = 500
+
+Waiting = tuple[cmd.Command, "asyncio.Future[Any]"]
+
+
+class Diverged(Exception):
+    """The machine in memory is not what the journal says, or cannot be told to be: throw it away and rebuild."""
+
+
+class Sequencer:
+    """Runs one shard's machine over one journal, in one epoch, until stopped or diverged."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        journal: Journal,
+        epoch: int,
+        now_ms: Callable[[], int],
+        now_s: Callable[[], float],
+        thread: Executor,
+        observer: Observer,
+    ) -> None:
+        self.machine = machine
+        self.durable_seq = machine.seq
+        self.led = False
+        """Whether the take-over is durable: before that nobody is answered."""
+        self.stuck = ""
+        """Why writes are refused now ('' when they are not)."""
+        self._journal = journal
+        self._epoch = epoch
+        self._now_ms = now_ms
+        self._now_s = now_s
+        self._thread = thread
+        self._observer = observer
+        self._queue: deque[Waiting] = deque()
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._leases_expired = 0
+        self._tasks_expired = 0
+
+    # ------------------------------------------------------------ callers
+
+    def submit(self, command: cmd.Command) -> "asyncio.Future[Any]":
+        """Queue a command; the future resolves with its reply once its events are durable."""
+        if self._stopping:
+            raise ShardUnavailable("not_ready", "the service is stopping")
+        if self.stuck:
+            raise ShardUnavailable("journal_unavailable", self.stuck, 2 * RETRY_MS)
+        if len(self._queue) >= QUEUE_MAX:
+            raise ShardUnavailable("overloaded", f"{QUEUE_MAX} commands wait already")
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._queue.append((command, future))
+        self._wake.set()
+        return future
+
+    def stop(self) -> None:
+        """Take no more commands; `run` returns once what is queued is durable."""
+        self._stopping = True
+        self._wake.set()
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Until `stop`. Raises Diverged when the machine has to be thrown away; every waiting caller is then told."""
+        batch: list[Waiting] = []
+        try:
+            await self._append_events(self._take_over())
+            self.led = True
+            tick_s = self._now_s()
+            while True:
+                wait_s = tick_s + TICK_MS / 1000 - self._now_s()
+                if not self._queue and not self._stopping and wait_s > 0:
+                    await self._sleep(wait_s)
+                late_s = self._now_s() - tick_s - TICK_MS / 1000
+                ticking = late_s >= 0
+                if ticking:
+                    self._observer.loop_lag(late_s * 1000)
+                    tick_s = self._now_s()
+                batch = self._gather()
+                if batch or ticking:
+                    await self._run_batch(batch, ticking)
+                elif self._stopping:
+                    return
+        except Diverged:
+            self._fail(batch)
+            raise
+        except asyncio.CancelledError:
+            self._fail(batch)
+            raise
+        except Exception as error:
+            log.exception("the core failed; its state is thrown away")
+            self._fail(batch)
+            raise Diverged(f"the core failed: {error!r}") from error
+
+    async def _sleep(self, seconds: float) -> None:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    def _gather(self) -> list[Waiting]:
+        batch: list[Waiting] = []
+        keys = 0
+        queue = self._queue
+        while queue and len(batch) < COMMANDS_PER_BATCH_MAX and keys < KEYS_PER_BATCH_MAX:
+            command, future = queue.popleft()
+            if future.cancelled():
+                continue  # its caller is gone before anything was decided
+            batch.append((command, future))
+            keys += len(getattr(command, "keys", ())) + len(getattr(command, "locations", None) or ())
+        return batch
+
+    async def _run_batch(self, batch: list[Waiting], ticking: bool) -> None:
+        now_ms = self._now_ms()
+        machine = self.machine
+        replies: list[Any] = []
+        events: list[Event] = []
+        for command, _ in batch:
+            reply, made = machine.execute(command, now_ms)
+            replies.append(reply)
+            events += made
+        if ticking:
+            events += machine.execute(cmd.Tick(), now_ms)[1]
+            self._count_expired()
+        if events:
+            self._count(events)
+            await self._append_events(events, len(batch))
+        for (_, future), reply in zip(batch, replies, strict=True):
+            if not future.done():
+                future.set_result(reply)
+
+    def _take_over(self) -> list[Event]:
+        command = cmd.TakeOver(epoch=self._epoch, cluster=self.machine.state.cluster)
+        return self.machine.execute(command, self._now_ms())[1]
+
+    # ------------------------------------------------------------ durability
+
+    async def _append_events(self, events: list[Event], commands: int = 0) -> None:
+        first_seq, last_seq = self.durable_seq + 1, self.durable_seq + len(events)
+        assert last_seq == self.machine.seq, "events were applied that are not in the batch"
+        payload = encode_batch(events)
+        started_s = self._now_s()
+        await self._append(first_seq, last_seq, payload)
+        self.durable_seq = last_seq
+        self.machine.mark_durable(last_seq)
+        append_ms = (self._now_s() - started_s) * 1000
+        self._observer.batch(
+            commands=commands,
+            events=len(events),
+            payload_bytes=len(payload),
+            append_ms=append_ms,
+            queued=len(self._queue),
+        )
+
+    async def _append(self, first_seq: int, last_seq: int, payload: bytes) -> None:
+        """Get exactly these bytes in. A journal that cannot take them now (full, busy) is tried until it can; meanwhile
+        lookups go on and writes are refused with the reason."""
+        loop = asyncio.get_running_loop()
+        journal = self._journal
+        while True:
+            try:
+                await loop.run_in_executor(
+                    self._thread, journal.append, first_seq, last_seq, self._epoch, payload
+                )
+            except (JournalFull, JournalBusy) as error:
+                self._refuse_waiting(str(error))
+            except FateUnknown as error:
+                if await self._resolve(first_seq, payload, error):
+                    break
+            except JournalError as error:
+                raise Diverged(str(error)) from error
+            else:
+                break
+            if self._stopping:
+                raise Diverged("stopped while the journal could not be written")
+            await asyncio.sleep(RETRY_MS / 1000)
+        if self.stuck:
+            log.warning("the journal takes writes again")
+            self.stuck = ""
+
+    async def _resolve(self, first_seq: int, payload: bytes, error: FateUnknown) -> bool:
+        """Whether the batch is in: read back, never guessed."""
+        log.warning("%s", error)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._journal.resolve, first_seq, payload
+            )
+        except FateUnknown as still:
+            self._refuse_waiting(str(still))
+            return False
+
+    def _refuse_waiting(self, reason: str) -> None:
+        if not self.stuck:
+            log.error("writes are refused: %s", reason)
+        self.stuck = reason
+        self._fail((), "journal_unavailable", reason)
+
+    def _fail(
+        self, batch: "list[Waiting] | tuple[()]", code: str = "not_ready", message: str = "the state is being rebuilt"
+    ) -> None:
+        waiting = [*batch, *self._queue]
+        self._queue.clear()
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(ShardUnavailable(code, message))
+
+    # ------------------------------------------------------------ what is told to observers
+
+    def _count(self, events: list[Event]) -> None:
+        index = self.machine.state.index
+        expired: Counter[str] = Counter()
+        for event in events:
+            if isinstance(event, SessionEnded):
+                expired["session"] += event.expired
+            elif isinstance(event, MemberExpired):
+                expired[event.kind] += 1
+            elif isinstance(event, BlocksRemoved) and event.why != "removed":
+                slots = memoryview(event.slots).cast("I")
+                size = sum(index.tables[index.table[slot]].size_bytes for slot in slots)
+                self._observer.evicted(event.why, len(slots), size)
+        for kind, count in expired.items():
+            if count:
+                self._observer.expired(kind, count)
+
+    def _count_expired(self) -> None:
+        memory = self.machine.memory
+        leases, tasks = memory.leases.expired, memory.deletions.timeouts
+        if leases != self._leases_expired:
+            self._observer.expired("lease", leases - self._leases_expired)
+        if tasks != self._tasks_expired:
+            self._observer.expired("task", tasks - self._tasks_expired)
+        self._leases_expired, self._tasks_expired = leases, tasks
