@@ -1,1 +1,45 @@
 """The SDK of connectors, workers, the CLI and other programs: every failure becomes a miss, in time."""
+
+from .aio import AsyncClient
+from .client import Client
+from .config import ClientConfig
+from .errors import ClientError
+from .holder import Registration
+from .results import (
+    AbortResult,
+    ConfirmResult,
+    DeleteTask,
+    FinishResult,
+    HeartbeatResult,
+    LeasesResult,
+    LookupResult,
+    PlaceRef,
+    Places,
+    RemoveResult,
+    RenewResult,
+    TasksResult,
+    UnknownResult,
+    WriteResult,
+)
+
+__all__ = [
+    "AbortResult",
+    "AsyncClient",
+    "Client",
+    "ClientConfig",
+    "ClientError",
+    "ConfirmResult",
+    "DeleteTask",
+    "FinishResult",
+    "HeartbeatResult",
+    "LeasesResult",
+    "LookupResult",
+    "PlaceRef",
+    "Places",
+    "Registration",
+    "RemoveResult",
+    "RenewResult",
+    "TasksResult",
+    "UnknownResult",
+    "WriteResult",
+]

@@ -1,0 +1,140 @@
+"""Every call once: how its request is built and how its answer is understood. Pure; both clients use these.
+
+A call object keeps its arguments. `request` gives what to send, `answer` turns a good body into a result
+(raises CallFailed(protocol) when the body is not what the service would say), `failed` gives the safe
+result.
+"""
+
+from itertools import count
+from secrets import token_hex
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from metaservice.wire.schemas import Reply, Request
+
+from . import checks
+from .errors import INVALID_REQUEST, NOT_REGISTERED, CallFailed
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Who:
+    """For whom a client speaks, and its names for its requests.
+
+    A request id is a prefix that no other process has and a counter. The prefix must change after a
+    fork: two processes with the same ids under one engine would be given each other's answers.
+    """
+
+    __slots__ = ("_count", "_prefix", "id", "incarnation", "kind")
+
+    def __init__(self) -> None:
+        self.kind = ""
+        self.id = ""
+        self.incarnation = ""
+        self.renumber()
+
+    def renumber(self) -> None:
+        """Start a new series of request ids."""
+        self._prefix = token_hex(8)
+        self._count = count(1)
+
+    def request_id(self) -> str:
+        """A new request id."""
+        return f"{self._prefix}-{next(self._count)}"
+
+    def current(self, kind: str) -> tuple[str, str]:
+        """Id and incarnation to act as a registered engine or worker. Raises CallFailed(not_registered)."""
+        if self.kind != kind or not self.incarnation:
+            raise CallFailed(NOT_REGISTERED, f"no current registration of an {kind}")
+        return self.id, self.incarnation
+
+
+class Keeps(Protocol):
+    """Where a call leaves what is to be renewed in the background, or no longer. Must not wait for
+    anything."""
+
+    def keep_lease(self, lease: str, ttl_ms: int, deadline_ms: int) -> None: ...
+
+    def drop_leases(self, leases: list[str]) -> None: ...
+
+    def leases_renewed(self, leases: list[str], deadline_ms: int) -> None: ...
+
+    def keep_session(
+        self, session: str, engine: str, incarnation: str, ttl_ms: int, deadline_ms: int
+    ) -> None: ...
+
+    def drop_session(self, session: str) -> None: ...
+
+
+class Sending(msgspec.Struct, frozen=True):
+    """A request ready for the message layer."""
+
+    method: str
+    path: str
+    body: bytes
+
+
+class Call(Generic[T]):
+    """One call. `writes`: needs the journal. `repeatable`: may be sent again when a kept connection
+    turns out dead."""
+
+    __slots__ = ()
+
+    writes = False
+    repeatable = True
+    wait_ms = 0
+    """How long the service may take on purpose (long poll), besides the deadline."""
+
+    def request(self, who: Who) -> Sending:
+        """What to send. Raises CallFailed when it cannot be sent; TypeError and the like for impossible
+        arguments."""
+        raise NotImplementedError
+
+    def answer(self, body: bytes, sent_ms: int) -> T:
+        """The result from the body of a good reply. `sent_ms`: the clock before the call was sent."""
+        raise NotImplementedError
+
+    def failed(self, failure: str, detail: str) -> T:
+        """The safe result."""
+        raise NotImplementedError
+
+    def nothing(self) -> T | None:
+        """The result when there is nothing to ask, so that nothing is sent."""
+        return None
+
+    def after(self, result: T, keeps: Keeps) -> None:
+        """What the result, good or not, means for background renewal."""
+
+
+def name(value: str, field: str) -> str:
+    """A name that goes into a path: anything else could name another route."""
+    if type(value) is not str or not checks.NAME.match(value):
+        raise CallFailed(INVALID_REQUEST, f"{field} is not a name", field=field)
+    return value
+
+
+def token(value: str, field: str) -> str:
+    """An id of the service that goes into a path."""
+    if type(value) is not str or not checks.TOKEN.match(value):
+        raise CallFailed(INVALID_REQUEST, f"{field} is not an id", field=field)
+    return value
+
+
+def post(path: str, body: Request) -> Sending:
+    return Sending("POST", path, _encoder.encode(body))
+
+
+def put(path: str, body: Request) -> Sending:
+    return Sending("PUT", path, _encoder.encode(body))
+
+
+def decoded(decoder: "msgspec.msgpack.Decoder[R]", body: bytes) -> R:
+    """The body as a reply struct. Unknown fields are ignored, wrong types are not."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise checks.lying(f"not a {decoder.type.__name__}: {error}") from None

@@ -1,0 +1,214 @@
+"""The owner's side of background renewal: what is registered, what is held, and who renews it."""
+
+import logging
+from collections.abc import Callable
+from threading import Condition
+
+from metaservice.wire.schemas import StorageRef
+
+from . import forks
+from .calls import Who
+from .config import ClientConfig, Keepalive
+from .hosts import Host, start_host
+from .messages import Doubt, Drop, Event, Joined, KeepLease, KeepSession, Left, Lost, Member, Renewed, Said
+from .notices import Notices
+from .results import Registered, now_ms
+
+log = logging.getLogger("metaservice.client")
+
+
+class Registration:
+    """A registration as its owner sees it. It changes by itself: after the service told the keeper to
+    register again, `incarnation` is another and `lost` one higher; write sessions from before are lost.
+
+    `active` is False while there is no current registration; `failure` then says why the last try
+    failed, if one did.
+    """
+
+    def __init__(
+        self, kind: str, id: str, incarnation: str, on_lost: "Callable[[Registration], None] | None"
+    ) -> None:
+        self.kind = kind
+        self.id = id
+        self.incarnation = incarnation
+        self.active = False
+        self.lost = 0
+        self.failure: str | None = None
+        self.detail = ""
+        self.cluster = ""
+        self.epoch = 0
+        self.heartbeat_ms = 0
+        self.suspect_ms = 0
+        self.expire_ms = 0
+        self.storage_table: list[StorageRef] = []
+        self._on_lost = on_lost
+        self._changed = Condition()
+
+    def wait_active(self, timeout_ms: int) -> bool:
+        """Wait until it is active, at most so long. Not for an event loop: poll `active` there."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.active, timeout_ms / 1_000)
+
+    def after_fork(self) -> None:
+        self._changed = Condition()
+
+    def joined(self, answer: Registered | Joined) -> None:
+        """The service took the registration."""
+        with self._changed:
+            self.incarnation = answer.incarnation
+            self.cluster = answer.cluster
+            self.epoch = answer.epoch
+            self.heartbeat_ms = answer.heartbeat_ms
+            self.suspect_ms = answer.suspect_ms
+            self.expire_ms = answer.expire_ms
+            self.storage_table = answer.storage_table
+            self.failure, self.detail = None, ""
+            self.active = True
+            self._changed.notify_all()
+
+    def left(self) -> None:
+        """The service knows it no longer. Calls the owner back."""
+        self.active = False
+        self.lost += 1
+        if self._on_lost is not None:
+            self._on_lost(self)
+
+
+class Holder:
+    """What a client holds. Everything but `start` returns at once. Thread safe: single dict and
+    attribute operations."""
+
+    def __init__(self, config: ClientConfig, who: Who, notices: Notices) -> None:
+        self._config = config
+        self._who = who
+        self._notices = notices
+        self._host: Host | None = None
+        self._deadlines_ms: dict[str, int] = {}
+        self.registration: Registration | None = None
+        self._sessions: set[str] = set()
+        forks.register(self)
+
+    def after_fork(self) -> None:
+        """The keeper, its leases and sessions stay with the parent. The identity is kept for calls."""
+        self._host = None
+        self._deadlines_ms = {}
+        self._sessions = set()
+        if self.registration is not None:
+            self.registration.after_fork()
+
+    # -- registration
+
+    def register(self, registration: Registration, member: Member, keepalive: Keepalive | None) -> None:
+        """Act as this member from now on, and keep its registration alive unless `keepalive` is None. A
+        registration before it is given up (it expires by itself); leases that were kept go on."""
+        self.registration = registration
+        self._who.kind, self._who.id = member.kind, member.id
+        self._who.incarnation = member.incarnation if registration.active else ""
+        if keepalive is None:
+            return
+        if self._host is not None:
+            self._host.close()
+        self._host = start_host(keepalive, self._config, self.handle)
+        self._host.post(member)
+
+    def doubt(self) -> None:
+        """A call was told to register again."""
+        registration = self.registration
+        if registration is None or not registration.active:
+            return
+        if self._host is not None:
+            self._host.post(Doubt())
+        else:
+            self._left(registration)
+
+    def close(self, patience_ms: int = 0) -> None:
+        """Stop renewing. Waits for the keeper's end at most `patience_ms`."""
+        host, self._host = self._host, None
+        self._who.incarnation = ""
+        if host is not None:
+            host.close(patience_ms)
+
+    # -- what is kept
+
+    def keep_lease(self, lease: str, ttl_ms: int, deadline_ms: int) -> None:
+        self._deadlines_ms[lease] = deadline_ms
+        self._running().post(KeepLease(lease, ttl_ms, deadline_ms, now_ms() + self._config.keep_ms_max))
+
+    def leases_renewed(self, leases: list[str], deadline_ms: int) -> None:
+        for lease in leases:
+            if lease in self._deadlines_ms:
+                self._deadlines_ms[lease] = max(self._deadlines_ms[lease], deadline_ms)
+
+    def drop_leases(self, leases: list[str]) -> None:
+        dropped = [lease for lease in leases if self._deadlines_ms.pop(lease, None) is not None]
+        if dropped and self._host is not None:
+            self._host.post(Drop(leases=dropped))
+
+    def lease_held(self, lease: str) -> bool:
+        """Whether a lease that is renewed in the background is known to hold now."""
+        return now_ms() < self._deadlines_ms.get(lease, 0)
+
+    def keep_session(
+        self, session: str, engine: str, incarnation: str, ttl_ms: int, deadline_ms: int
+    ) -> None:
+        self._sessions.add(session)
+        until_ms = now_ms() + self._config.keep_ms_max
+        self._running().post(KeepSession(session, engine, incarnation, ttl_ms, deadline_ms, until_ms))
+
+    def drop_session(self, session: str) -> None:
+        if session in self._sessions:
+            self._sessions.discard(session)
+            if self._host is not None:
+                self._host.post(Drop(sessions=[session]))
+
+    def session_kept(self, session: str) -> bool:
+        """Whether a write session is renewed in the background and not known to be lost."""
+        return session in self._sessions
+
+    def _running(self) -> Host:
+        if self._host is None:
+            self._host = start_host(self._config.keepalive, self._config, self.handle)
+        return self._host
+
+    # -- what the keeper tells
+
+    def handle(self, event: Event) -> None:
+        """Take one event. Called from the keeper's thread, or the one that listens to its process."""
+        registration = self.registration
+        match event:
+            case Joined():
+                if registration is not None:
+                    registration.joined(event)
+                    self._who.incarnation = event.incarnation
+                    log.info(
+                        "%s %s is registered as %s", registration.kind, registration.id, event.incarnation
+                    )
+            case Left(incarnation):
+                if (
+                    registration is not None
+                    and registration.active
+                    and registration.incarnation == incarnation
+                ):
+                    self._left(registration)
+            case Renewed(deadlines_ms):
+                for lease, deadline_ms in deadlines_ms.items():
+                    if lease in self._deadlines_ms:
+                        self._deadlines_ms[lease] = max(self._deadlines_ms[lease], deadline_ms)
+            case Lost(leases, sessions, why):
+                for lease in leases:
+                    self._deadlines_ms.pop(lease, None)
+                self._sessions.difference_update(sessions)
+                text = f"{len(leases)} leases and {len(sessions)} write sessions are lost: {why}"
+                self._notices.say(logging.WARNING, f"lost {why}", text)
+            case Said(level, kind, text):
+                self._notices.say(level, kind, text)
+
+    def _left(self, registration: Registration) -> None:
+        self._who.incarnation = ""
+        log.warning(
+            "%s %s lost its registration %s", registration.kind, registration.id, registration.incarnation
+        )
+        try:
+            registration.left()
+        except Exception:
+            log.exception("the owner's callback about a lost registration failed")

@@ -1,0 +1,121 @@
+"""What the keeper is told and what it tells: plain data that a queue or a pipe carries alike."""
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from metaservice.wire.schemas import StorageRef
+
+from .config import ClientConfig
+
+
+class Member(Struct, tag=True, kw_only=True):
+    """For whom to send heartbeats. `registered`: under this incarnation, else it is still to be done."""
+
+    kind: str
+    id: str
+    incarnation: str
+    instance: str = ""
+    rank: int = 0
+    storages: list[str] | None = None
+    heartbeat_ms: int = 1_000
+    expire_ms: int = 10_000
+    registered: bool = False
+
+
+class KeepLease(Struct, tag=True, array_like=True):
+    """Renew a lease of `ttl_ms` that holds until `deadline_ms`; no longer than `until_ms`."""
+
+    lease: str
+    ttl_ms: int
+    deadline_ms: int
+    until_ms: int
+
+
+class KeepSession(Struct, tag=True, array_like=True):
+    """Renew a write session."""
+
+    session: str
+    engine: str
+    incarnation: str
+    ttl_ms: int
+    deadline_ms: int
+    until_ms: int
+
+
+class Kept(Struct, tag=True, array_like=True):
+    """Many at once; `fresh`: and nothing else that was kept before."""
+
+    items: list[KeepLease | KeepSession]
+    fresh: bool = False
+
+
+class Drop(Struct, tag=True, array_like=True):
+    """Renew these no longer."""
+
+    leases: list[str] = []
+    sessions: list[str] = []
+
+
+class Doubt(Struct, tag=True):
+    """A call was told to register again: find out now."""
+
+
+class Stop(Struct, tag=True):
+    """End. What was kept ends by itself."""
+
+
+class Setup(Struct, tag=True, kw_only=True):
+    """The first message to a keeper in another process, and again whenever it is told everything anew."""
+
+    config: ClientConfig
+
+
+Message = Member | KeepLease | KeepSession | Kept | Drop | Doubt | Stop
+
+
+class Joined(Struct, tag=True, kw_only=True):
+    """Registered, under this incarnation."""
+
+    incarnation: str
+    heartbeat_ms: int
+    suspect_ms: int
+    expire_ms: int
+    cluster: str
+    epoch: int
+    storage_table: list[StorageRef] = []
+
+
+class Left(Struct, tag=True):
+    """The registration is gone; write sessions of `incarnation` are lost. The keeper registers again."""
+
+    incarnation: str
+
+
+class Renewed(Struct, tag=True):
+    """New deadlines of leases."""
+
+    deadlines_ms: dict[str, int]
+
+
+class Lost(Struct, tag=True):
+    """These hold no longer, or are not known to hold."""
+
+    leases: list[str] = []
+    sessions: list[str] = []
+    why: str = ""
+
+
+class Said(Struct, tag=True):
+    """A line for the log."""
+
+    level: int
+    kind: str
+    text: str
+
+
+Event = Joined | Left | Renewed | Lost | Said
+
+encoder = Encoder()
+message_decoder: "Decoder[Message | Setup]" = Decoder(Message | Setup)
+event_decoder: "Decoder[Event]" = Decoder(Event)
+setup_decoder: "Decoder[Setup]" = Decoder(Setup)
