@@ -1,4 +1,5 @@
-"""The only place of the service that reads a clock or draws randomness; everything else gets time and ids as arguments."""
+"""The only place of the service that reads a clock or draws randomness; everything else gets time and ids as
+arguments."""
 
 import secrets
 import time
@@ -7,10 +8,11 @@ import time
 class ShardClock:
     """Milliseconds for one shard's decisions: never backwards, and never faster than the service itself runs.
 
-    It starts no earlier than the last journaled time, so that a wall clock that was set back cannot revive a deadline. Then
-    it follows the monotonic clock, but one reading adds `step_ms_max` at most: time during which this process stood still
-    (stopped, swapped, stuck in one call) is not held against clients whose renewals could not be taken meanwhile. All
-    deadlines it judges are promises of ours, so being slow is the safe side.
+    It starts no earlier than the last journaled time, so that a wall clock that was set back cannot revive a
+    deadline. Then it follows the monotonic clock, but one reading adds `step_ms_max` at most: time during
+    which this process stood still (stopped, swapped, stuck in one call) is not held against clients whose
+    renewals could not be taken meanwhile. All deadlines it judges are promises of ours, so being slow is the
+    safe side.
     """
 
     def __init__(self, step_ms_max: int = 1_000) -> None:
@@ -47,6 +49,6 @@ def monotonic_s() -> float:
 
 
 def new_cluster_id() -> str:
-    """A name for a new journal. It is part of every place, so that a service that lost its journal never hands out a place
-    that an earlier life may have filled."""
+    """A name for a new journal. It is part of every place, so that a service that lost its journal never
+    hands out a place that an earlier life may have filled."""
     return secrets.token_hex(8)

@@ -68,7 +68,7 @@ def check(config: Config) -> None:
         if factor * low > high:
             product = f"{factor} * {low}" if factor > 1 else f"{low}"
             raise ConfigError(
-                f"{_flag(small)} ({low}) and {_flag(large)} ({high}) contradict: {product} > {high}, but {why}"
+                f"{_flag(small)} ({low}) and {_flag(large)} ({high}) clash: {product} > {high}, but {why}"
             )
     if limits.high_permille > 1000:
         raise ConfigError(f"{_flag('high_permille')} is {limits.high_permille}; 1000 is the whole limit")
@@ -109,7 +109,13 @@ def _add(parser: Any, name: str, default: object) -> None:
         parser.add_argument(_flag(name), action="store_true", default=default, help=" ")
     else:
         kind = Path if name in ("data", "ready_file") else type(default)
-        parser.add_argument(_flag(name), type=kind, default=default, metavar=name.split("_")[-1].upper(), help=" ")
+        parser.add_argument(
+            _flag(name),
+            type=kind,
+            default=default,
+            metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
+            help=" ",
+        )
 
 
 def _flag(name: str) -> str:

@@ -45,7 +45,8 @@ def make_journal(config: Config) -> tuple[Journal, SnapshotKeeper | None]:
 
 
 async def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises JournalError, RemoteRefused or OSError when it cannot start."""
+    """Serve until SIGTERM or SIGINT, then drain. Raises JournalError, RemoteRefused or OSError when it cannot
+    start."""
     check_host(config.host, config.allow_remote)
     metrics = Metrics(clock.monotonic_s)
     journal, keeper = make_journal(config)
@@ -96,7 +97,8 @@ def _announce(config: Config, shard: Shard) -> Callable[[int], None]:
 
 
 def serve(arguments: list[str]) -> int:
-    """`serve` with its flags; returns the exit status: 0 after a stop, 2 for a wrong setting, 1 when it cannot run."""
+    """`serve` with its flags; returns the exit status: 0 after a stop, 2 for a wrong setting, 1 when it
+    cannot run."""
     try:
         config = parse(arguments)
     except ConfigError as error:
@@ -126,5 +128,3 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-

@@ -1,7 +1,7 @@
 """How many new blocks of a request get in, and into which storages: hard limits, eviction to make room.
 
-Limits hold for what is being written or serves; blocks whose deletion was decided count as freed. A storage's capacity is
-physical: deletions that a worker did not confirm in time count against it until they are done.
+Limits hold for what is being written or serves; blocks whose deletion was decided count as freed. A storage's
+capacity is physical: deletions that a worker did not confirm in time count against it until they are done.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,8 @@ _REASON = {
 
 
 class Admission(Struct):
-    """`count` blocks get in, `placed` in (storage, blocks) order; `reason` is why no more did; `victims` go for them."""
+    """`count` blocks get in, `placed` in (storage, blocks) order; `reason` is why no more did; `victims` go
+    for them."""
 
     count: int
     placed: list[tuple[Storage, int]]
@@ -163,7 +164,8 @@ def _counts_in(instance: Instance, group: Group, usage: Usage, state: State) -> 
 
 
 def watermark_victims(state: State, memory: Memory, count_max: int) -> list[int]:
-    """Victims that bring every pressed scope from above its high watermark to its low one (at most `count_max` now)."""
+    """Victims that bring every pressed scope from above its high watermark to its low one (at most
+    `count_max` now)."""
     plan = Plan(state.index)
     freed = _Freed(state)
     for usage in list(memory.pressed):

@@ -1,7 +1,8 @@
 """The only mutator: takes an event into the state. Live, in replay and on followers it is the same call.
 
-It decides nothing. What contradicts the state is a programmer's error and an assertion: a liveness bug is better than a wrong
-answer. Beside the state it keeps leader memory in step (candidates for eviction, deadlines, what awaits durability).
+It decides nothing. What contradicts the state is a programmer's error and an assertion: a liveness bug is
+better than a wrong answer. Beside the state it keeps leader memory in step (candidates for eviction,
+deadlines, what awaits durability).
 """
 
 from array import array
@@ -16,7 +17,12 @@ from .eviction import offer
 from .index import Table, packed_slots, unpacked_slots
 from .memory import Memory
 from .model import (
-    ENDED_SESSIONS, REMEMBERED_REQUESTS, RETIRED_INCARNATIONS, SessionState, SwitchMode, SwitchScope,
+    ENDED_SESSIONS,
+    REMEMBERED_REQUESTS,
+    RETIRED_INCARNATIONS,
+    SessionState,
+    SwitchMode,
+    SwitchScope,
 )  # fmt: skip
 from .outcomes import FinishStatus
 from .state import Ended, Group, Instance, Member, Session, State, Storage, Tenant, Usage
@@ -32,8 +38,7 @@ SERVES, PENDING, FREED, REMOVED = (
 def apply(state: State, memory: Memory, event: ev.Event) -> None:
     """Take one event: seq + 1."""
     state.seq += 1
-    if event.now_ms > state.now_ms:
-        state.now_ms = event.now_ms
+    state.now_ms = max(state.now_ms, event.now_ms)
     _APPLY[type(event)](state, memory, event)
 
 
@@ -116,9 +121,7 @@ def _instance_put(state: State, memory: Memory, event: ev.InstancePut) -> None:
     instance.quota = event.quota
 
 
-def make_instance(
-    state: State, id: str, group: Group, fingerprint: Any, tables: tuple[int, ...]
-) -> Instance:
+def make_instance(state: State, id: str, group: Group, fingerprint: Any, tables: tuple[int, ...]) -> Instance:
     """The instance with its key tables: the first full group (else the first) is the primary one."""
     instance = Instance(id, group, fingerprint)
     numbers = dict(zip((one.name for one in fingerprint.groups), tables, strict=True))
@@ -240,7 +243,8 @@ def _write_started(state: State, memory: Memory, event: ev.WriteStarted) -> None
     parents = list(event.parents) if event.parents is not None else [event.parent, *keys[:-1]]
     index.reserve(table, slots, generations, storages, keys, parents, event.session)
     session = Session(
-        event.session, event.engine, event.incarnation, table, event.ttl_ms, event.deadline_ms, slots, generations,
+        event.session, event.engine, event.incarnation, table, event.ttl_ms, event.deadline_ms, slots,
+        generations,
         bytearray((PENDING,)) * len(slots),
     )  # fmt: skip
     state.session_next = max(state.session_next, event.session + 1)

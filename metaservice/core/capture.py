@@ -1,7 +1,8 @@
 """A State as chunks of bytes and back: snapshots and digests.
 
-The chunks are canonical: two states that say the same give the same bytes, whatever way they came about. Derived things (links,
-counters, key tables) are not written but rebuilt. Recency travels behind the state and is no part of the digest.
+The chunks are canonical: two states that say the same give the same bytes, whatever way they came about.
+Derived things (links, counters, key tables) are not written but rebuilt. Recency travels behind the state and
+is no part of the digest.
 """
 
 from array import array
@@ -132,7 +133,8 @@ def _budget(usage: Usage) -> _Budget:
 
 def _head(state: State) -> _Head:
     return _Head(
-        FORMAT, state.shard, state.seq, state.epoch, state.cluster, state.now_ms, state.takeover_ms, state.switch,
+        FORMAT, state.shard, state.seq, state.epoch, state.cluster, state.now_ms, state.takeover_ms,
+        state.switch,
         sorted((scope, id, reason) for (scope, id), reason in state.switch_reasons.items()),
         state.session_next, state.table_next, state.grant_next,
         [(one.id, one.quota, one.switch, _budget(one.usage)) for _, one in sorted(state.tenants.items())],
@@ -142,7 +144,8 @@ def _head(state: State) -> _Head:
         ],
         [
             (
-                one.id, one.tenant.id, one.storages, one.quota, one.high_permille, one.low_permille, one.eviction,
+                one.id, one.tenant.id, one.storages, one.quota, one.high_permille, one.low_permille,
+                one.eviction,
                 one.switch, _budget(one.usage),
             )
             for _, one in sorted(state.groups.items())
@@ -201,7 +204,11 @@ def _restore_head(state: State, head: _Head) -> None:
     state.seq, state.epoch, state.cluster = head.seq, head.epoch, head.cluster
     state.now_ms, state.takeover_ms, state.switch = head.now_ms, head.takeover_ms, head.switch
     state.switch_reasons = {(scope, id): reason for scope, id, reason in head.switch_reasons}
-    state.session_next, state.table_next, state.grant_next = head.session_next, head.table_next, head.grant_next
+    state.session_next, state.table_next, state.grant_next = (
+        head.session_next,
+        head.table_next,
+        head.grant_next,
+    )
     for id, quota, switch, budget in head.tenants:
         tenant = state.tenants[id] = Tenant(id)
         tenant.quota, tenant.switch = quota, switch
@@ -303,7 +310,8 @@ def _derive(state: State) -> None:
 
 
 def _remind(state: State, memory: Memory) -> None:
-    """Leader memory that follows from the state: deadlines and what waits for deletion, scopes under pressure."""
+    """Leader memory that follows from the state: deadlines and what waits for deletion, scopes under
+    pressure."""
     for session in state.sessions.values():
         memory.watch_session(session.number, session.deadline_ms)
     for slot, not_before_ms in state.deleting.items():
@@ -315,5 +323,3 @@ def _remind(state: State, memory: Memory) -> None:
         (one.usage for one in state.storages.values()),
     )
     memory.pressed.update(usages)
-
-

@@ -5,11 +5,28 @@ from collections.abc import Mapping, Sized
 from msgspec.structs import asdict
 
 from .commands import (
-    DeleteGroup, DeleteInstance, DeleteStorage, DeleteTenant, PutGroup, PutInstance, PutStorage, PutTenant, SetSwitch,
+    DeleteGroup,
+    DeleteInstance,
+    DeleteStorage,
+    DeleteTenant,
+    PutGroup,
+    PutInstance,
+    PutStorage,
+    PutTenant,
+    SetSwitch,
 )  # fmt: skip
 from .events import (
-    BudgetGranted, Event, GroupDeleted, GroupPut, InstancePut, InstanceRetired, StorageDeleted, StoragePut, SwitchSet,
-    TenantDeleted, TenantPut,
+    BudgetGranted,
+    Event,
+    GroupDeleted,
+    GroupPut,
+    InstancePut,
+    InstanceRetired,
+    StorageDeleted,
+    StoragePut,
+    SwitchSet,
+    TenantDeleted,
+    TenantPut,
 )  # fmt: skip
 from .memory import Memory
 from .model import Fingerprint, Quota, SwitchScope
@@ -123,7 +140,9 @@ def put_group(state: State, memory: Memory, command: PutGroup, now_ms: int) -> D
         return refused, []
     if known is not None:
         if known.tenant.id != command.tenant:
-            return Rejection("tenant_mismatch", f"the group belongs to tenant {known.tenant.id!r}", "tenant"), []
+            return Rejection(
+                "tenant_mismatch", f"the group belongs to tenant {known.tenant.id!r}", "tenant"
+            ), []
         same = (known.storages, known.quota, known.high_permille, known.low_permille, known.eviction) == (
             command.storages, command.quota, command.high_permille, command.low_permille, command.eviction,
         )  # fmt: skip
@@ -146,7 +165,9 @@ def _check_group(state: State, command: PutGroup) -> Rejection | None:
         if name not in state.storages:
             return Rejection("storage_unknown", f"no storage {name!r}", f"storages[{row}]")
     if not 1 <= command.low_permille <= command.high_permille <= 1000:
-        return Rejection("invalid_field", "expected 1 <= low_permille <= high_permille <= 1000", "low_permille")
+        return Rejection(
+            "invalid_field", "expected 1 <= low_permille <= high_permille <= 1000", "low_permille"
+        )
     return None
 
 
@@ -176,7 +197,9 @@ def put_instance(state: State, memory: Memory, command: PutInstance, now_ms: int
         usage = Usage(SwitchScope.instance, command.instance)
     else:
         if known.retiring:
-            return Rejection("instance_retiring", "the instance is being removed; try another id", "instance"), []
+            return Rejection(
+                "instance_retiring", "the instance is being removed; try another id", "instance"
+            ), []
         if known.fingerprint != command.fingerprint:
             return _mismatch(known.fingerprint, command.fingerprint), []
         if known.group is not group:

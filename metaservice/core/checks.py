@@ -1,4 +1,5 @@
-"""Whether a state is consistent in itself: every counter recomputed from the rows. For tests, the simulator and repair tools."""
+"""Whether a state is consistent in itself: every counter recomputed from the rows. For tests, the simulator
+and repair tools."""
 
 from .index import DELETING, GONE, SERVING, WRITING
 from .outcomes import FinishStatus
@@ -10,7 +11,8 @@ def check(state: State) -> None:
     index = state.index
     count = len(index)
     columns = (
-        index.parent, index.table, index.state, index.generation, index.storage, index.done, index.sums, index.children,
+        index.parent, index.table, index.state, index.generation, index.storage, index.done, index.sums,
+        index.children,
         index.session, index.visible, index.used_ms, index.pins,
     )  # fmt: skip
     assert all(len(column) == count for column in columns), "columns have different lengths"
@@ -34,7 +36,9 @@ def _check_links(state: State) -> None:
         live += 1
         table = index.tables[index.table[slot]]
         assert table.slots.get(index.key[slot]) == slot, "a live location is not in its key table"
-        assert index.state[slot] == SERVING or not index.visible[slot], "a block is visible that is being written"
+        assert index.state[slot] == SERVING or not index.visible[slot], (
+            "a block is visible that is being written"
+        )
         needed = index.parent[slot] if table.primary else index.key[slot]
         if needed is None:
             continue
@@ -44,7 +48,9 @@ def _check_links(state: State) -> None:
             pending[home.number, needed] = pending.get((home.number, needed), 0) + 1
         else:
             children[upper] = children.get(upper, 0) + 1
-    assert live == sum(len(table.slots) for table in index.tables.values()), "key tables hold more than live blocks"
+    assert live == sum(len(table.slots) for table in index.tables.values()), (
+        "key tables hold more than live blocks"
+    )
     for slot in range(len(index)):
         assert index.children[slot] == children.get(slot, 0), f"children of slot {slot} are counted wrongly"
     counted = {(table.number, key): n for table in index.tables.values() for key, n in table.pending.items()}
@@ -60,7 +66,10 @@ def _check_usage(state: State) -> None:
         if at == GONE:
             continue
         table = index.tables[index.table[slot]]
-        for usage in (*state.scopes(state.instances[table.instance]), state.storage_of[index.storage[slot]].usage):
+        for usage in (
+            *state.scopes(state.instances[table.instance]),
+            state.storage_of[index.storage[slot]].usage,
+        ):
             sums = expected.setdefault(usage, [0, 0, 0, 0])
             offset = 2 if at == DELETING else 0
             sums[offset] += table.size_bytes
@@ -71,14 +80,18 @@ def _check_usage(state: State) -> None:
         for one in registry.values():
             usage = one.usage
             counted = [usage.bytes, usage.blocks, usage.deleting_bytes, usage.deleting_blocks]
-            assert counted == expected.get(usage, [0, 0, 0, 0]), f"usage of {usage.scope.name} {usage.id} is wrong"
+            assert counted == expected.get(usage, [0, 0, 0, 0]), (
+                f"usage of {usage.scope.name} {usage.id} is wrong"
+            )
 
 
 def _check_sessions(state: State) -> None:
     index = state.index
     writing = 0
     for session in state.sessions.values():
-        assert session.open == session.status.count(FinishStatus.pending) > 0, "an open session has no open location"
+        assert session.open == session.status.count(FinishStatus.pending) > 0, (
+            "an open session has no open location"
+        )
         for slot, generation, status in zip(session.slots, session.generations, session.status, strict=True):
             if status == FinishStatus.pending:
                 writing += 1

@@ -1,8 +1,8 @@
 """What can be asked of the core. Plain data; block columns are packed or listed, never one object a block.
 
 `now_ms` is not a field: the sequencer stamps every command when it decides it.
-`client` is the engine id (or another caller's name) and `request_id` its name for this request: together they make a
-retry recognisable. Both empty: the call is not remembered.
+`client` is the engine id (or another caller's name) and `request_id` its name for this request: together they
+make a retry recognisable. Both empty: the call is not remembered.
 """
 
 from array import array
@@ -132,7 +132,8 @@ class Lookup(Command, kw_only=True, frozen=True):
 
 
 class StartWrite(Command, kw_only=True, frozen=True):
-    """`parents` None: a chain whose first key is the child of `parent`. Otherwise one entry a key, None for a root."""
+    """`parents` None: a chain whose first key is the child of `parent`. Otherwise one entry a key, None for a
+    root."""
 
     instance: str
     engine: str
@@ -190,7 +191,8 @@ class ReleaseLeases(Command, kw_only=True, frozen=True):
 
 
 class Remove(Command, kw_only=True, frozen=True):
-    """`client` with `request_id` makes a retry recognisable; `lease`: the caller's own, released in the same step."""
+    """`client` with `request_id` makes a retry recognisable; `lease`: the caller's own, released in the same
+    step."""
 
     instance: str
     keys: list[bytes]
@@ -236,7 +238,8 @@ class Tick(Command, kw_only=True, frozen=True):
 
 
 class TakeOver(Command, kw_only=True, frozen=True):
-    """The first command of an epoch: extends every session once, forbids deletions until old leases have run out."""
+    """The first command of an epoch: extends every session once, forbids deletions until old leases have run
+    out."""
 
     epoch: int
     cluster: str

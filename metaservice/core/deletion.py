@@ -1,7 +1,8 @@
 """Deletion of bytes: when a deleting location may lose them, and who does it.
 
-Leader memory: a queue per storage of what waits for its time, tasks handed to workers with a time limit, and what is overdue. A
-worker deletes by (location, generation), a place that is never used again, so doing it twice or late does no harm.
+Leader memory: a queue per storage of what waits for its time, tasks handed to workers with a time limit, and
+what is overdue. A worker deletes by (location, generation), a place that is never used again, so doing it
+twice or late does no harm.
 """
 
 from array import array
@@ -53,7 +54,8 @@ class Deletions:
         self._next = 1
         self._overdue: dict[int, int] = {}
         self.overdue_bytes: dict[int, int] = {}
-        """Per storage: bytes whose deletion a worker did not confirm in time. They count against the capacity."""
+        """Per storage: bytes whose deletion a worker did not confirm in time. They count against the
+        capacity."""
         self.timeouts = 0
 
     def queue(self, slots: Iterable[int], ready_ms: int) -> None:
@@ -113,7 +115,8 @@ class Deletions:
             self._leased.discard(slot)
 
     def expire(self, now_ms: int) -> int:
-        """Take back what was not confirmed in time, so that another worker gets it. Returns how many tasks."""
+        """Take back what was not confirmed in time, so that another worker gets it. Returns how many
+        tasks."""
         late = [task for task in self._open.values() if task.deadline_ms <= now_ms]
         index = self._index
         for task in late:

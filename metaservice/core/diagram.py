@@ -3,16 +3,18 @@
 import sys
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 from .transitions import LEASE, LOCATION, SESSION
 
 _HEAD = """# State machines
 
-Generated from `metaservice/core/transitions.py` by `python -m metaservice.core.diagram`; a test compares the two.
+Generated from `metaservice/core/transitions.py` by `python -m metaservice.core.diagram`; a test compares the
+two.
 """
 
 
-def _chart(title: str, text: str, table: Mapping[IntEnum, Mapping[str, IntEnum]], start: str) -> str:
+def _chart(title: str, text: str, table: Mapping[Any, Mapping[str, IntEnum]], start: str) -> str:
     rows = [f"    [*] --> {start}"]
     for state, row in table.items():
         arrows: dict[str, list[str]] = {}
@@ -29,12 +31,14 @@ def document() -> str:
     charts = (
         _chart(
             "CacheLocation",
-            "One copy of one block in one storage. `gone` is a free slot; the next use has a higher generation.",
+            "One copy of one block in one storage. `gone` is a free slot; its next use has another generation.",
             LOCATION,
             "gone",
         ),
         _chart("WriteSession", "The lease under which an engine writes a set of locations.", SESSION, "open"),
-        _chart("ReadLease", "The promise that named locations stay readable until a deadline.", LEASE, "held"),
+        _chart(
+            "ReadLease", "The promise that named locations stay readable until a deadline.", LEASE, "held"
+        ),
     )
     return "\n".join((_HEAD, *charts))
 

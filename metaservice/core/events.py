@@ -1,8 +1,9 @@
 """What happened: the journal's, the followers' and (later) the routers' vocabulary.
 
-Events are columnar: one a request, N blocks as packed little-endian columns, never one event a block. They carry every
-decision that was taken (slots, storages, deadlines), so that `apply` decides nothing and replay does not depend on which
-version's rules decided. The tag is the wire name and, with the order of fields, a promise: fields are only ever appended.
+Events are columnar: one a request, N blocks as packed little-endian columns, never one event a block. They
+carry every decision that was taken (slots, storages, deadlines), so that `apply` decides nothing and replay
+does not depend on which version's rules decided. The tag is the wire name and, with the order of fields, a
+promise: fields are only ever appended.
 """
 
 from msgspec import Struct
@@ -82,8 +83,8 @@ class InstanceGone(_Base, frozen=True, array_like=True, tag="instance_gone"):
 
 
 class BudgetGranted(_Base, frozen=True, array_like=True, tag="budget_granted"):
-    """The catalogue grants this shard a slice of a hard limit; admission looks at the slice only. With one shard the slice
-    is the whole quota. `grant` makes it idempotent."""
+    """The catalogue grants this shard a slice of a hard limit; admission looks at the slice only. With one
+    shard the slice is the whole quota. `grant` makes it idempotent."""
 
     grant: int
     scope: SwitchScope
@@ -134,9 +135,10 @@ class MemberLeft(_Base, frozen=True, array_like=True, tag="member_left"):
 
 
 class WriteStarted(_Base, frozen=True, array_like=True, tag="write_started"):
-    """`slots`, `generations`, `storages` and `keys` have one row a block to write. The other columns are the reply, one row
-    a requested key: `rows` (u32) leads from a requested row to its written row (`ids.NONE`: not written); empty: row i of
-    the `write` outcomes is written row i. Parents: a chain when `parents` is None (first row's: `parent`)."""
+    """`slots`, `generations`, `storages` and `keys` have one row a block to write. The other columns are the
+    reply, one row a requested key: `rows` (u32) leads from a requested row to its written row (`ids.NONE`:
+    not written); empty: row i of the `write` outcomes is written row i. Parents: a chain when `parents` is
+    None (first row's: `parent`)."""
 
     session: int
     engine: str
@@ -159,9 +161,10 @@ class WriteStarted(_Base, frozen=True, array_like=True, tag="write_started"):
 
 
 class WriteFinished(_Base, frozen=True, array_like=True, tag="write_finished"):
-    """`status` is the FinishStatus of each of `slots` (those that changed) after this event. `masks` (u64): the parts that
-    were newly written in each; empty: all parts of all slots. `checksums`: u64, slot-major over all parts, 0 where not
-    newly written. `answer` is the reply, one status a requested location; empty: it equals `status`."""
+    """`status` is the FinishStatus of each of `slots` (those that changed) after this event. `masks` (u64):
+    the parts that were newly written in each; empty: all parts of all slots. `checksums`: u64, slot-major
+    over all parts, 0 where not newly written. `answer` is the reply, one status a requested location; empty:
+    it equals `status`."""
 
     session: int
     slots: bytes
@@ -181,7 +184,8 @@ class SessionRenewed(_Base, frozen=True, array_like=True, tag="session_renewed")
 
 
 class SessionEnded(_Base, frozen=True, array_like=True, tag="session_ended"):
-    """Expired, aborted or fenced with work open: its unfinished locations go, their bytes not before `not_before_ms`."""
+    """Expired, aborted or fenced with work open: its unfinished locations go, their bytes not before
+    `not_before_ms`."""
 
     session: int
     expired: bool
@@ -191,8 +195,8 @@ class SessionEnded(_Base, frozen=True, array_like=True, tag="session_ended"):
 
 
 class BlocksRemoved(_Base, frozen=True, array_like=True, tag="blocks_removed"):
-    """`why`: `removed`, `quota`, `watermark` or `retired`. The bytes go not before `not_before_ms`. With a client's
-    `request_id`, `outcomes` is its reply."""
+    """`why`: `removed`, `quota`, `watermark` or `retired`. The bytes go not before `not_before_ms`. With a
+    client's `request_id`, `outcomes` is its reply."""
 
     slots: bytes
     why: str

@@ -1,12 +1,12 @@
 """Which blocks go when room is needed: least recently used, leaf first.
 
-A block is a candidate when it serves (durably), nothing depends on it, nobody leases it and the request in hand does not need
-it. A lookup touches only the deepest block it returns; when a block goes, its recency passes to the block it depended on. So the
-recency of a block at the moment when it becomes a leaf is the newest touch of its whole subtree: exact leaf-first LRU for one
-store a lookup.
+A block is a candidate when it serves (durably), nothing depends on it, nobody leases it and the request in
+hand does not need it. A lookup touches only the deepest block it returns; when a block goes, its recency
+passes to the block it depended on. So the recency of a block at the moment when it becomes a leaf is the
+newest touch of its whole subtree: exact leaf-first LRU for one store a lookup.
 
-Each table has a heap of `used_ms << 32 | slot`. Entries are checked when they come up: stale ones are dropped or moved. The heap
-is leader memory; what was chosen is an event.
+Each table has a heap of `used_ms << 32 | slot`. Entries are checked when they come up: stale ones are dropped
+or moved. The heap is leader memory; what was chosen is an event.
 """
 
 from collections.abc import Iterable
@@ -52,7 +52,8 @@ class Plan:
         self.victims: list[int] = []
 
     def pick(self, tables: Iterable[Table], storage: int | None = None) -> int | None:
-        """The least recently used candidate among the tables (and in the storage, when given); None: there is none."""
+        """The least recently used candidate among the tables (and in the storage, when given); None: there is
+        none."""
         best: Table | None = None
         best_entry = 0
         for table in tables:

@@ -1,7 +1,7 @@
 """Names and numbers that identify things.
 
-Location, session and lease ids carry their shard in the top bits, so that any replica can route a call from its id
-alone. All fit in 52 bits: a JSON reader with doubles keeps them exact.
+Location, session and lease ids carry their shard in the top bits, so that any replica can route a call from
+its id alone. All fit in 52 bits: a JSON reader with doubles keeps them exact.
 """
 
 SHARD_BITS = 8
@@ -34,7 +34,8 @@ def session_name(shard: int, number: int) -> str:
 
 
 def lease_name(shard: int, epoch: int, number: int) -> str:
-    """The id of a read lease on the wire. It names the epoch: leases live in leader memory and end with it."""
+    """The id of a read lease on the wire. It names the epoch: leases live in leader memory and end with
+    it."""
     return f"r-{shard}-{epoch}-{number}"
 
 

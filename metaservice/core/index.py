@@ -1,12 +1,13 @@
 """The block table: every CacheLocation of a shard in columns, and the key tables that lead to them.
 
-A batch interface: callers hand over runs of keys or slots, never one at a time. This is the reference implementation in
-plain Python; a native one may replace it behind the same tests. It keeps facts and maintains links; what may happen when is
-decided elsewhere, and the transition table is asserted here.
+A batch interface: callers hand over runs of keys or slots, never one at a time. This is the reference
+implementation in plain Python; a native one may replace it behind the same tests. It keeps facts and
+maintains links; what may happen when is decided elsewhere, and the transition table is asserted here.
 
-Columns are indexed by slot. `children[slot]` counts the blocks that depend on the block in that slot: for the primary
-attention group of an instance the children in the prefix tree, plus the blocks of the other groups under the same key.
-Dependents of a block that is not there are counted in `Table.pending` and adopted when it arrives.
+Columns are indexed by slot. `children[slot]` counts the blocks that depend on the block in that slot: for the
+primary attention group of an instance the children in the prefix tree, plus the blocks of the other groups
+under the same key. Dependents of a block that is not there are counted in `Table.pending` and adopted when it
+arrives.
 """
 
 from array import array
@@ -32,19 +33,25 @@ _GROW = 1024
 
 
 class Table:
-    """The key table of one (instance, attention group). `slots`: key -> slot of the writing or serving location.
+    """The key table of one (instance, attention group). `slots`: key -> slot of the writing or serving
+    location.
 
-    `dependency`: the table in which a block's dependency lives: its own for the primary group (under the parent's key), the
-    primary one for every other group (under the block's own key).
+    `dependency`: the table in which a block's dependency lives: its own for the primary group (under the
+    parent's key), the primary one for every other group (under the block's own key).
     """
 
     __slots__ = (
-        "blocks_deleting", "dependency", "full_mask", "group", "heap", "instance", "number", "parts", "pending",
-        "primary", "size_bytes", "slots",
+        "blocks_deleting", "dependency", "full_mask", "group", "heap", "instance", "number", "parts",
+        "pending", "primary", "size_bytes", "slots",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, instance: str, group: AttentionGroup, parts: tuple[Part, ...], primary: "Table | None"
+        self,
+        number: int,
+        instance: str,
+        group: AttentionGroup,
+        parts: tuple[Part, ...],
+        primary: "Table | None",
     ) -> None:
         self.number = number
         self.instance = instance
@@ -104,7 +111,8 @@ class BlockIndex:
         return found, bytes([0 if slot is None else visible[slot] for slot in found])
 
     def visible_prefix(self, table: Table, keys: Sequence[bytes], parent: bytes | None) -> list[int]:
-        """Slots of the longest readable run from `keys[0]` whose recorded parents are the keys before them."""
+        """Slots of the longest readable run from `keys[0]` whose recorded parents are the keys before
+        them."""
         found = list(map(table.slots.get, keys))
         try:
             count = found.index(None)
@@ -183,7 +191,8 @@ class BlockIndex:
         self._link(table, slots, keys, parents)
 
     def publish(self, slots: "array[int]") -> None:
-        """Writing -> serving: the last part is in. Readers see it when `reveal` follows, once that is durable."""
+        """Writing -> serving: the last part is in. Readers see it when `reveal` follows, once that is
+        durable."""
         self._assert_from(slots, _FROM_FINISHED)
         run = _run_of(slots)
         if run is not None:
@@ -207,7 +216,8 @@ class BlockIndex:
                 visible[slot] = 1
 
     def retire(self, slots: "array[int]") -> list[int]:
-        """Writing or serving -> deleting: hidden at once, the keys are free for other writers, links are undone.
+        """Writing or serving -> deleting: hidden at once, the keys are free for other writers, links are
+        undone.
 
         Returns the slots of blocks that lost their last dependent by this (candidates for eviction now).
         """
@@ -239,8 +249,7 @@ class BlockIndex:
                     del home.pending[needed]
                 continue
             self.children[upper] -= 1
-            if self.used_ms[slot] > self.used_ms[upper]:
-                self.used_ms[upper] = self.used_ms[slot]
+            self.used_ms[upper] = max(self.used_ms[upper], self.used_ms[slot])
             if not self.children[upper]:
                 leaves.append(upper)
         return leaves
@@ -258,7 +267,9 @@ class BlockIndex:
             self.done[slot] = 0
             self.free.append(slot)
 
-    def record_parts(self, slots: "array[int]", masks: "array[int] | None", checksums: bytes, table: Table) -> None:
+    def record_parts(
+        self, slots: "array[int]", masks: "array[int] | None", checksums: bytes, table: Table
+    ) -> None:
         """Add newly written parts and their checksums (u64, slot-major over all parts of the table)."""
         width = 8 * len(table.parts)
         rows = [checksums[at : at + width] for at in range(0, len(checksums), width)]
@@ -308,7 +319,8 @@ class BlockIndex:
     def _link(
         self, table: Table, slots: "array[int]", keys: list[bytes], parents: list[bytes | None]
     ) -> None:
-        """Count the new blocks at what they depend on, and adopt the dependents that were waiting for them."""
+        """Count the new blocks at what they depend on, and adopt the dependents that were waiting for
+        them."""
         home = table.dependency
         get, pending, children = home.slots.get, home.pending, self.children
         for needed in parents if table.primary else keys:
@@ -337,7 +349,9 @@ def _run_of(slots: "array[int]") -> tuple[int, int] | None:
     if not count:
         return None
     first = slots[0]
-    if slots[-1] - first != count - 1 or (count > 2 and slots != array(slots.typecode, range(first, first + count))):
+    if slots[-1] - first != count - 1 or (
+        count > 2 and slots != array(slots.typecode, range(first, first + count))
+    ):
         return None
     return first, first + count
 

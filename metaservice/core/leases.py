@@ -1,7 +1,8 @@
 """Read leases: named promises that blocks stay readable. Leader memory, bounded in time and number.
 
-A lease is a list of segments, each with its own deadline, because a caller may renew a part of its blocks. `pins[slot]` in the
-block index counts the live segments over a slot; it is derived, the names are what counts: a lease released twice changes nothing.
+A lease is a list of segments, each with its own deadline, because a caller may renew a part of its blocks.
+`pins[slot]` in the block index counts the live segments over a slot; it is derived, the names are what
+counts: a lease released twice changes nothing.
 """
 
 from array import array
@@ -100,8 +101,8 @@ class Leases:
         return name
 
     def renew(self, name: str, deadline_ms: int, only: "array[int] | None") -> tuple[LeaseOutcome, int]:
-        """Prolong (never shorten) the whole lease, or only some of its slots. Returns the outcome and how many of its
-        blocks changed since (0 while it is held)."""
+        """Prolong (never shorten) the whole lease, or only some of its slots. Returns the outcome and how
+        many of its blocks changed since (0 while it is held)."""
         lease = self._held.get(name)
         if lease is None:
             return self._late(name)

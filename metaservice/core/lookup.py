@@ -1,4 +1,5 @@
-"""Lookups: what of an ordered list of keys is readable, and where. Reads of durable state; a lease is taken in the same step.
+"""Lookups: what of an ordered list of keys is readable, and where. Reads of durable state; a lease is taken
+in the same step.
 
 A false miss costs a recomputation, a false hit is wrong output: whatever is not certain is a miss.
 """
@@ -40,7 +41,15 @@ def lookup(state: State, memory: Memory, command: Lookup, now_ms: int) -> Looked
     switch = instance.effective
     if switch is not None and switch.mode is SwitchMode.bypass:
         return Looked(
-            command.mode, len(command.keys), 0, 0, "switch", 0, table.group.name, switch, hit=_no_hits(command)
+            command.mode,
+            len(command.keys),
+            0,
+            0,
+            "switch",
+            0,
+            table.group.name,
+            switch,
+            hit=_no_hits(command),
         )
     reply = _MODE[command.mode](state, instance, table, command)
     reply.switch = reply.switch or switch
@@ -151,7 +160,9 @@ def _window(state: State, instance: Instance, table: Table, command: Lookup) -> 
         if length == width or row == 0:  # a run from the very start is whole, however short
             return _window_found(state, table, command, found, row, end)
     cut = "switch" if barred is not None else "miss"
-    return Looked(command.mode, len(keys), 0, 0, cut, 0, table.group.name, barred, located=_located(state, []))
+    return Looked(
+        command.mode, len(keys), 0, 0, cut, 0, table.group.name, barred, located=_located(state, [])
+    )
 
 
 def _window_found(
@@ -189,8 +200,8 @@ def _each(state: State, instance: Instance, table: Table, command: Lookup) -> Lo
     slots = [slot for slot, flag in zip(found, flags, strict=True) if flag and slot is not None]
     first_zero = flags.find(0)
     return Looked(
-        command.mode, len(keys), len(slots), 0, cut, first_zero if first_zero >= 0 else len(keys), table.group.name,
-        barred, hit=flags, located=_located(state, slots),
+        command.mode, len(keys), len(slots), 0, cut, first_zero if first_zero >= 0 else len(keys),
+        table.group.name, barred, hit=flags, located=_located(state, slots),
     )  # fmt: skip
 
 

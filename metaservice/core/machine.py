@@ -1,7 +1,9 @@
-"""The core as one object: commands and time in, reply and events out. Deterministic; knows no clock, no thread, no disk.
+"""The core as one object: commands and time in, reply and events out. Deterministic; knows no clock, no
+thread, no disk.
 
-The sequencer is its only caller. `execute` decides and applies; what it published becomes visible when `mark_durable` says
-that the journal has it. `read` answers what needs no event. Replay and followers call `apply` and nothing else.
+The sequencer is its only caller. `execute` decides and applies; what it published becomes visible when
+`mark_durable` says that the journal has it. `read` answers what needs no event. Replay and followers call
+`apply` and nothing else.
 """
 
 from array import array
@@ -72,7 +74,8 @@ class Machine:
     # ------------------------------------------------------------ commands
 
     def execute(self, command: cmd.Command, now_ms: int) -> tuple[Any, list[Event]]:
-        """Decide and apply one command. Returns the reply (or a Rejection, with no events) and its events in order."""
+        """Decide and apply one command. Returns the reply (or a Rejection, with no events) and its events in
+        order."""
         self._advance(now_ms)
         if isinstance(command, cmd.Tick):
             return Done(), list(self._tick(now_ms))
@@ -129,7 +132,9 @@ class Machine:
         ttl_ms = command.ttl_ms or limits.lease_ms_max // 2
         if not limits.lease_ms_min <= ttl_ms <= limits.lease_ms_max:
             return Rejection(
-                "ttl_out_of_range", f"expected {limits.lease_ms_min}..{limits.lease_ms_max} ms, or 0", "ttl_ms"
+                "ttl_out_of_range",
+                f"expected {limits.lease_ms_min}..{limits.lease_ms_max} ms, or 0",
+                "ttl_ms",
             )
         if not command.leases:
             return Rejection("empty_batch", "name at least one lease", "leases")
@@ -182,5 +187,8 @@ def _leases_reply(
     names: tuple[str, ...], answers: list[tuple[LeaseOutcome, int]], ttl_ms: int
 ) -> LeasesAnswered:
     return LeasesAnswered(
-        names, bytes(outcome for outcome, _ in answers), array("I", [changed for _, changed in answers]), ttl_ms
+        names,
+        bytes(outcome for outcome, _ in answers),
+        array("I", [changed for _, changed in answers]),
+        ttl_ms,
     )

@@ -18,16 +18,18 @@ Decision = tuple[object, list[Event]]
 def register_engine(state: State, memory: Memory, command: RegisterEngine, now_ms: int) -> Decision:
     """Another incarnation under the id fences the one before: its open write sessions end now."""
     if command.instance and command.instance not in state.instances:
-        return Rejection("instance_unknown", f"no instance {command.instance!r}: register it first", "instance"), []
+        return Rejection(
+            "instance_unknown", f"no instance {command.instance!r}: register it first", "instance"
+        ), []
     refused = _refuse(state, memory, "engine", command.engine, command.incarnation)
     if refused is not None:
         return refused, []
     known = state.engines.get(command.engine)
     memory.beats["engine", command.engine] = now_ms
     fenced = _fenced(known, command.incarnation)
-    if known is not None and not fenced and not known.expired_ms:
-        if (known.instance, known.rank) == (command.instance, command.rank):
-            return Registered(command.engine, command.incarnation), []
+    current = known is not None and not fenced and not known.expired_ms
+    if current and known is not None and (known.instance, known.rank) == (command.instance, command.rank):
+        return Registered(command.engine, command.incarnation), []
     events: list[Event] = [
         EngineRegistered(now_ms, command.engine, command.incarnation, command.instance, command.rank)
     ]
@@ -71,7 +73,9 @@ def deregister(state: State, memory: Memory, command: Deregister, now_ms: int) -
         return Rejection(f"{command.kind}_unknown", f"no {command.kind} {command.id!r}", "id"), []
     member = state.members(command.kind)[command.id]
     if command.incarnation and member.incarnation != command.incarnation:
-        return Rejection("reregister", f"{command.kind} {command.id!r} has another incarnation now", "incarnation"), []
+        return Rejection(
+            "reregister", f"{command.kind} {command.id!r} has another incarnation now", "incarnation"
+        ), []
     events: list[Event] = [MemberLeft(now_ms, command.kind, command.id)]
     if command.kind == "engine":
         events += fence(state, memory, command.id, "", now_ms)
@@ -123,7 +127,9 @@ def _refuse(state: State, memory: Memory, kind: str, id: str, incarnation: str) 
         return None
     if incarnation in known.retired:
         return Rejection(
-            "incarnation_retired", "a newer incarnation replaced this one: start with a new one", "incarnation"
+            "incarnation_retired",
+            "a newer incarnation replaced this one: start with a new one",
+            "incarnation",
         )
     return None
 

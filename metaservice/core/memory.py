@@ -22,7 +22,7 @@ class Memory:
         self.limits = limits
         self.leases = Leases(state.index, limits, state.shard)
         self.deletions = Deletions(state.index, limits, state.shard)
-        self.unrevealed: deque[tuple[int, "array[int]"]] = deque()
+        self.unrevealed: deque[tuple[int, array[int]]] = deque()
         """(seq of the publishing event, slots): serving, and visible once that seq is durable."""
         self.session_deadlines: list[tuple[int, int]] = []
         self.beats: dict[tuple[str, str], int] = {}

@@ -1,7 +1,7 @@
 """The things of the domain as plain data. They hold no rule; `decide` and `apply` do.
 
-Everything here that is registered (tenants, storages, groups, instances, switches) belongs to the catalogue: with one
-shard it lives beside the blocks, with several it will be tailed by every shard.
+Everything here that is registered (tenants, storages, groups, instances, switches) belongs to the catalogue:
+with one shard it lives beside the blocks, with several it will be tailed by every shard.
 """
 
 from enum import IntEnum
@@ -18,7 +18,8 @@ class GroupKind(IntEnum):
 
 
 class AttentionGroup(Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers that are cached alike. `window_blocks`: how many trailing blocks a sliding window needs (0 otherwise)."""
+    """Layers that are cached alike. `window_blocks`: how many trailing blocks a sliding window needs (0
+    otherwise)."""
 
     name: str
     kind: GroupKind = GroupKind.full
@@ -34,7 +35,8 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that must be equal for two engines to share blocks. Another value anywhere is another instance."""
+    """Everything that must be equal for two engines to share blocks. Another value anywhere is another
+    instance."""
 
     model: str
     revision: str
@@ -111,7 +113,8 @@ REMEMBERED_REQUESTS = 4_096
 """Replies kept for retries (invariant I7): the newest so many."""
 ENDED_SESSIONS = 4_096
 RETIRED_INCARNATIONS = 32
-"""What a state remembers is no setting: replicas that were configured differently would no longer be equal (I6)."""
+"""What a state remembers is no setting: replicas that were configured differently would no longer be equal
+(I6)."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -141,7 +144,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     """An expired engine or worker is forgotten after this long."""
     hot_summary_ms: int = 5_000
     hot_summary_max: int = 4_096
-    """Every so often the most recently used blocks (at most so many) ride the journal, for the next leader's eviction."""
+    """Every so often the most recently used blocks (at most so many) ride the journal, for the next leader's
+    eviction."""
     high_permille: int = 950
     low_permille: int = 900
     """Watermarks of tenants and storages; groups bring their own."""

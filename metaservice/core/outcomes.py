@@ -1,4 +1,5 @@
-"""Outcome codes as the core writes them into byte columns. A unit test holds them equal to the wire's enumerations."""
+"""Outcome codes as the core writes them into byte columns. A unit test holds them equal to the wire's
+enumerations."""
 
 from enum import IntEnum
 

@@ -50,7 +50,9 @@ def find_cycle(
             at: bytes | None = key
             while at is not None and at in wanted and at not in clear:
                 if at in path:
-                    return Rejection("parent_cycle", "the block is its own ancestor", f"keys[{keys.index(at)}]")
+                    return Rejection(
+                        "parent_cycle", "the block is its own ancestor", f"keys[{keys.index(at)}]"
+                    )
                 path.add(at)
                 at = wanted[at]
             clear |= path
@@ -60,7 +62,9 @@ def find_cycle(
             at = wanted[key]
             while at is not None:
                 if at == key:
-                    return Rejection("parent_cycle", "the block is its own ancestor", f"keys[{keys.index(key)}]")
+                    return Rejection(
+                        "parent_cycle", "the block is its own ancestor", f"keys[{keys.index(key)}]"
+                    )
                 if at in wanted:
                     at = wanted[at]
                     continue

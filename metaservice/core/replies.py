@@ -44,7 +44,8 @@ class Beat(Struct, frozen=True):
 
 
 class Located(Struct):
-    """Places of n blocks in columns; `storages` holds storage numbers; `checksums` is packed u64, block-major."""
+    """Places of n blocks in columns; `storages` holds storage numbers; `checksums` is packed u64,
+    block-major."""
 
     locations: "array[int]"
     generations: "array[int]"
@@ -53,7 +54,8 @@ class Located(Struct):
 
 
 class Looked(Struct):
-    """Reply to Lookup; the fields mean what `wire.schemas.LookupReply` says. `group` is the group that was searched."""
+    """Reply to Lookup; the fields mean what `wire.schemas.LookupReply` says. `group` is the group that was
+    searched."""
 
     mode: str
     asked: int
@@ -125,7 +127,8 @@ class Removed(Struct):
 
 
 class Task(Struct, frozen=True):
-    """A deletion task handed to a worker; `storage` is the storage's name, `parts` the names to delete of each location."""
+    """A deletion task handed to a worker; `storage` is the storage's name, `parts` the names to delete of
+    each location."""
 
     task: str
     storage: str

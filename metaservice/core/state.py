@@ -1,7 +1,7 @@
 """The replicated state of a shard: what the journal says, and nothing else. Only `apply` changes it.
 
-Recency, read leases, tasks and heartbeats are leader memory (`memory.Memory`): they may be lost at any moment without making a
-replica differ.
+Recency, read leases, tasks and heartbeats are leader memory (`memory.Memory`): they may be lost at any moment
+without making a replica differ.
 """
 
 from array import array
@@ -18,12 +18,23 @@ Remembered = WriteStarted | WriteFinished | BlocksRemoved
 
 
 class Usage:
-    """What a scope holds. `bytes`/`blocks` count writing and serving; `deleting_*` waits for its bytes to be deleted.
+    """What a scope holds. `bytes`/`blocks` count writing and serving; `deleting_*` waits for its bytes to be
+    deleted.
 
-    `budget_*` is the slice of the hard limit that this shard may use (None: unlimited): admission never exceeds it.
+    `budget_*` is the slice of the hard limit that this shard may use (None: unlimited): admission never
+    exceeds it.
     """
 
-    __slots__ = ("blocks", "budget_blocks", "budget_bytes", "bytes", "deleting_blocks", "deleting_bytes", "id", "scope")
+    __slots__ = (
+        "blocks",
+        "budget_blocks",
+        "budget_bytes",
+        "bytes",
+        "deleting_blocks",
+        "deleting_bytes",
+        "id",
+        "scope",
+    )
 
     def __init__(self, scope: SwitchScope, id: str) -> None:
         self.scope = scope
@@ -70,7 +81,8 @@ class Tenant:
 
 
 class Storage:
-    """One storage system. Its capacity is physical: bytes whose deletion is overdue count against it (see `admission`)."""
+    """One storage system. Its capacity is physical: bytes whose deletion is overdue count against it (see
+    `admission`)."""
 
     __slots__ = ("capacity_bytes", "fault_domain", "id", "kind", "number", "options", "switch", "usage")
 
@@ -105,10 +117,12 @@ class Group:
 
 
 class Instance:
-    """One immutable model deployment. `tables` has one key table per attention group, in the fingerprint's order."""
+    """One immutable model deployment. `tables` has one key table per attention group, in the fingerprint's
+    order."""
 
     __slots__ = (
-        "effective", "fingerprint", "group", "id", "primary", "quota", "retiring", "switch", "tables", "usage",
+        "effective", "fingerprint", "group", "id", "primary", "quota", "retiring", "switch", "tables",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, id: str, group: Group, fingerprint: Fingerprint) -> None:
@@ -122,7 +136,8 @@ class Instance:
         self.primary: Table
         self.usage = Usage(SwitchScope.instance, id)
         self.effective: Switched | None = None
-        """The strictest switch on the path, None when all are normal. Derived; kept because every lookup asks."""
+        """The strictest switch on the path, None when all are normal. Derived; kept because every lookup
+        asks."""
 
     def first(self, kind: GroupKind) -> Table | None:
         """The first table of an attention kind."""
@@ -130,7 +145,8 @@ class Instance:
 
 
 class Session:
-    """An open write session. Rows are its locations in the order they were given; `status` is FinishStatus a row."""
+    """An open write session. Rows are its locations in the order they were given; `status` is FinishStatus a
+    row."""
 
     __slots__ = (
         "deadline_ms", "engine", "generations", "incarnation", "number", "open", "row_of", "slots", "status",
@@ -169,8 +185,8 @@ class Session:
 
 
 class Ended(Struct, frozen=True, array_like=True):
-    """What is remembered of a session that is over. `state`: SessionState; `freed`: locations that its end freed; columns
-    as in Session, packed."""
+    """What is remembered of a session that is over. `state`: SessionState; `freed`: locations that its end
+    freed; columns as in Session, packed."""
 
     number: int
     state: int
@@ -183,7 +199,8 @@ class Ended(Struct, frozen=True, array_like=True):
 
 
 class Member(Struct, array_like=True):
-    """A registered engine or worker. `retired`: incarnations that were replaced under this id and cannot come back."""
+    """A registered engine or worker. `retired`: incarnations that were replaced under this id and cannot come
+    back."""
 
     id: str
     incarnation: str

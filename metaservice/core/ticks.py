@@ -1,7 +1,9 @@
-"""What time brings: every rule that fires by the clock, as steps. Each step is decided on the state that the step before left.
+"""What time brings: every rule that fires by the clock, as steps. Each step is decided on the state that the
+step before left.
 
-Nothing here waits for a caller: expired sessions free their locations, silent members expire, leases end, tasks go to another
-worker, watermarks are kept, retiring instances shrink, and a summary of what is hot rides the journal.
+Nothing here waits for a caller: expired sessions free their locations, silent members expire, leases end,
+tasks go to another worker, watermarks are kept, retiring instances shrink, and a summary of what is hot rides
+the journal.
 """
 
 from array import array
@@ -51,7 +53,9 @@ def _retire(state: State, memory: Memory, instance: Instance, now_ms: int) -> It
 
 def _removed(memory: Memory, slots: list[int], why: str, now_ms: int) -> BlocksRemoved:
     limits = memory.limits
-    wait_ms = limits.reclaim_delay_ms if why != "retired" else max(limits.reclaim_delay_ms, limits.late_write_ms)
+    wait_ms = (
+        limits.reclaim_delay_ms if why != "retired" else max(limits.reclaim_delay_ms, limits.late_write_ms)
+    )
     return BlocksRemoved(now_ms, packed_slots(slots), why, now_ms + wait_ms, "", "", b"")
 
 

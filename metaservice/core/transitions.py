@@ -1,7 +1,8 @@
 """The state machines of the service, whole, in one literal table each.
 
-Everything that may happen to a CacheLocation, a WriteSession or a ReadLease is a row here; what is no row cannot happen, and
-`apply` asserts it. The diagrams in docs/states.md are generated from these tables (idea: h11).
+Everything that may happen to a CacheLocation, a WriteSession or a ReadLease is a row here; what is no row
+cannot happen, and `apply` asserts it. The diagrams in docs/states.md are generated from these tables (idea:
+h11).
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,8 @@ for _table, _states in ((LOCATION, LocationState), (SESSION, SessionState), (LEA
 
 
 def sources(what: str) -> frozenset[int]:
-    """The location states from which `what` may happen; raises KeyError when the table knows no such thing."""
+    """The location states from which `what` may happen; raises KeyError when the table knows no such
+    thing."""
     found = frozenset(int(state) for state, row in LOCATION.items() if what in row)
     if not found:
         raise KeyError(what)

@@ -1,10 +1,11 @@
-"""Checks that several commands share. Each returns what it found or the Rejection that says what was wrong."""
+"""Checks that several commands share. Each returns what it found or the Rejection that says what was
+wrong."""
 
 import re
 
+from .ids import KEY_LENGTH_MAX, KEY_LENGTH_MIN
 from .index import Table
 from .model import Fingerprint, GroupKind, Limits
-from .ids import KEY_LENGTH_MAX, KEY_LENGTH_MIN
 from .rejections import Rejection
 from .state import Instance, Member, Session, State
 
@@ -66,7 +67,9 @@ def find_member(state: State, kind: str, id: str, incarnation: str) -> Member | 
     return check_caller(state, kind, id, incarnation) or state.members(kind)[id]
 
 
-def check_owner(session_engine: str, session_incarnation: str, engine: str, incarnation: str) -> Rejection | None:
+def check_owner(
+    session_engine: str, session_incarnation: str, engine: str, incarnation: str
+) -> Rejection | None:
     """Whether the caller is the one who opened the session."""
     if session_engine != engine:
         return Rejection("foreign_session", "the write session belongs to another engine", "engine")
@@ -134,7 +137,9 @@ def check_fingerprint(fingerprint: Fingerprint, limits: Limits) -> Rejection | N
 def ended_session(state: State, session: int) -> Rejection:
     """Why there is no such open session."""
     if 0 < session < state.session_next:
-        return Rejection("session_ended", "the write session is over, and its outcome is no longer kept", "session")
+        return Rejection(
+            "session_ended", "the write session is over, and its outcome is no longer kept", "session"
+        )
     return Rejection("session_unknown", "no such write session", "session")
 
 

@@ -1,15 +1,17 @@
 """The state for people: what the admin routes, the CLI and the console show. Reads only."""
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
+from .ids import location_base, session_name
 from .membership import status_of
 from .memory import Memory
 from .model import EvictionPolicy, Fingerprint, LocationState, Quota, SwitchMode, SwitchScope
 from .rejections import Rejection
 from .replies import BlockDetail, Switched, Usage
-from .state import Member, State
+from .state import Group, Instance, Member, State, Storage, Tenant
 from .state import Usage as Counters
-from .ids import location_base, session_name
 from .validate import find_table
 
 
@@ -93,7 +95,9 @@ KINDS = ("tenants", "storages", "groups", "instances", "engines", "workers", "sw
 
 def describe(state: State, memory: Memory, kind: str, now_ms: int) -> list[Struct]:
     """All registered things of a kind, by id."""
-    return [view for id in sorted(_ids(state, kind)) if (view := describe_one(state, memory, kind, id, now_ms))]
+    return [
+        view for id in sorted(_ids(state, kind)) if (view := describe_one(state, memory, kind, id, now_ms))
+    ]
 
 
 def describe_one(state: State, memory: Memory, kind: str, id: str, now_ms: int) -> Struct | None:
@@ -108,13 +112,15 @@ def describe_one(state: State, memory: Memory, kind: str, id: str, now_ms: int) 
     if kind == "groups":
         group = state.groups[id]
         return GroupView(
-            id, group.tenant.id, group.storages, group.quota, group.high_permille, group.low_permille, group.eviction,
+            id, group.tenant.id, group.storages, group.quota, group.high_permille, group.low_permille,
+            group.eviction,
             group.switch, _usage(group.usage),
         )  # fmt: skip
     if kind == "instances":
         one = state.instances[id]
         return InstanceView(
-            id, one.group.id, one.group.tenant.id, one.fingerprint, one.quota, one.switch, one.effective, one.retiring,
+            id, one.group.id, one.group.tenant.id, one.fingerprint, one.quota, one.switch, one.effective,
+            one.retiring,
             _usage(one.usage),
         )  # fmt: skip
     if kind == "switches":
@@ -153,25 +159,33 @@ def block(state: State, instance_id: str, group: str | None, key: bytes) -> Bloc
     )  # fmt: skip
 
 
-def _ids(state: State, kind: str) -> dict[str, object]:
-    known: dict[str, dict[str, object]] = {
-        "tenants": state.tenants, "storages": state.storages, "groups": state.groups, "instances": state.instances,
-        "engines": state.engines, "workers": state.workers,
-    }  # type: ignore[dict-item]  # fmt: skip
-    return known[kind] if kind != "switches" else dict(_ids_of_switches(state))
+def _ids(state: State, kind: str) -> Mapping[str, object]:
+    known: dict[str, Mapping[str, object]] = {
+        "tenants": state.tenants,
+        "storages": state.storages,
+        "groups": state.groups,
+        "instances": state.instances,
+        "engines": state.engines,
+        "workers": state.workers,
+    }
+    return known[kind] if kind != "switches" else _ids_of_switches(state)
 
 
 def _ids_of_switches(state: State) -> dict[str, SwitchView]:
-    views = [SwitchView("cluster", SwitchScope.cluster, "", state.switch, _reason(state, SwitchScope.cluster, ""))]
-    for scope, registry in (
+    cluster = SwitchView(
+        "cluster", SwitchScope.cluster, "", state.switch, _reason(state, SwitchScope.cluster, "")
+    )
+    scopes: tuple[tuple[SwitchScope, Mapping[str, Tenant | Group | Instance | Storage]], ...] = (
         (SwitchScope.tenant, state.tenants),
         (SwitchScope.group, state.groups),
         (SwitchScope.instance, state.instances),
         (SwitchScope.storage, state.storages),
-    ):
+    )
+    views = [cluster]
+    for scope, registry in scopes:
         views += [
             SwitchView(f"{scope.name}/{id}", scope, id, one.switch, _reason(state, scope, id))
-            for id, one in registry.items()  # type: ignore[attr-defined]
+            for id, one in registry.items()
         ]
     return {view.id: view for view in views if view.mode is not SwitchMode.normal}
 
@@ -182,7 +196,8 @@ def _reason(state: State, scope: SwitchScope, id: str) -> str:
 
 def _usage(counters: Counters) -> Usage:
     return Usage(
-        counters.bytes, counters.blocks, counters.deleting_bytes, counters.deleting_blocks, counters.budget_bytes,
+        counters.bytes, counters.blocks, counters.deleting_bytes, counters.deleting_blocks,
+        counters.budget_bytes,
         counters.budget_blocks,
     )  # fmt: skip
 
@@ -190,7 +205,8 @@ def _usage(counters: Counters) -> Usage:
 def _storage(state: State, memory: Memory, id: str) -> StorageView:
     one = state.storages[id]
     return StorageView(
-        id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.switch, _usage(one.usage),
+        id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.switch,
+        _usage(one.usage),
         memory.deletions.overdue_bytes.get(one.number, 0),
     )  # fmt: skip
 
@@ -198,6 +214,7 @@ def _storage(state: State, memory: Memory, id: str) -> StorageView:
 def _member(state: State, memory: Memory, kind: str, member: Member, now_ms: int) -> MemberView:
     return MemberView(
         member.id, member.incarnation, status_of(memory, kind, member, now_ms), member.registered_ms,
-        max(0, now_ms - memory.beats.get((kind, member.id), member.registered_ms)), member.instance, member.rank,
+        max(0, now_ms - memory.beats.get((kind, member.id), member.registered_ms)), member.instance,
+        member.rank,
         member.storages, len(state.sessions_of.get(member.id, ())) if kind == "engine" else 0,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Decisions about write sessions: start, finish, renew, abort. Pure: they read the state and return events and a reply."""
+"""Decisions about write sessions: start, finish, renew, abort. Pure: they read the state and return events
+and a reply."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,7 +17,14 @@ from .rejections import Rejection
 from .replies import Aborted, Finished, Renewed, Started, Switched
 from .state import Ended, Instance, Session, State
 from .validate import (
-    check_caller, check_keys, check_owner, check_sizes, ended_session, find_instance, find_table, ttl_of,
+    check_caller,
+    check_keys,
+    check_owner,
+    check_sizes,
+    ended_session,
+    find_instance,
+    find_table,
+    ttl_of,
 )  # fmt: skip
 
 PENDING = int(FinishStatus.pending)
@@ -79,9 +87,7 @@ def _reused(request_id: str) -> Rejection:
     return Rejection("invalid_field", f"request id {request_id!r} was used for another call", "request_id")
 
 
-def _all_refused(
-    memory: Memory, command: StartWrite, table: Table, ttl_ms: int, switch: Switched
-) -> Started:
+def _all_refused(memory: Memory, command: StartWrite, table: Table, ttl_ms: int, switch: Switched) -> Started:
     count = len(command.keys)
     reply = Started(
         None, ttl_ms, table.group.name,
@@ -135,7 +141,13 @@ def _decide_rows(
     if admission.victims:
         events.append(
             BlocksRemoved(
-                now_ms, packed_slots(admission.victims), "quota", now_ms + memory.limits.reclaim_delay_ms, "", "", b""
+                now_ms,
+                packed_slots(admission.victims),
+                "quota",
+                now_ms + memory.limits.reclaim_delay_ms,
+                "",
+                "",
+                b"",
             )
         )
     event = _started_event(
@@ -179,7 +191,8 @@ def _started_event(
     admission: Admission,
     now_ms: int,
 ) -> WriteStarted:
-    """The event, and with it the reply. Columns of the reply are spread from distinct keys to requested rows."""
+    """The event, and with it the reply. Columns of the reply are spread from distinct keys to requested
+    rows."""
     keys = list(wanted)
     parents: Sequence[bytes | None] = list(wanted.values())
     if admission.count < len(keys):
@@ -209,7 +222,8 @@ def _started_event(
             column = array("I", wait_ms)
             wait_ms = array("I", [column[row] for row in spread]).tobytes()
     return WriteStarted(
-        now_ms, state.session_next, command.engine, command.incarnation, table.number, ttl_ms, now_ms + ttl_ms,
+        now_ms, state.session_next, command.engine, command.incarnation, table.number, ttl_ms,
+        now_ms + ttl_ms,
         b"".join(keys), first, None if chain else tuple(parents), slots.tobytes(),
         state.index.next_generations(slots).tobytes(), storages.tobytes(), outcomes, reasons, rows, wait_ms,
         len(admission.victims), command.request_id,
@@ -256,7 +270,9 @@ def finish(state: State, memory: Memory, command: Finish, now_ms: int) -> Decisi
     if command.request_id:
         event = state.remembered.get((command.engine, command.request_id))
         if event is not None:
-            return (finished_reply(event) if isinstance(event, WriteFinished) else _reused(command.request_id)), []
+            return (
+                finished_reply(event) if isinstance(event, WriteFinished) else _reused(command.request_id)
+            ), []
     if session is None:
         assert isinstance(owner, Ended)
         return _finish_ended(state, owner, command), []
@@ -270,7 +286,9 @@ def finished_reply(event: WriteFinished) -> Finished:
 
 def _finish_ended(state: State, ended: Ended, command: Finish) -> Finished | Rejection:
     if ended.state == SessionState.expired:
-        return Rejection("session_expired", "the session's deadline passed; its locations were freed", "session")
+        return Rejection(
+            "session_expired", "the session's deadline passed; its locations were freed", "session"
+        )
     if ended.state == SessionState.aborted:
         return Rejection("session_aborted", "the session was aborted; its locations were freed", "session")
     row_of = {slot: row for row, slot in enumerate(array("I", ended.slots))}
@@ -302,16 +320,14 @@ def _rows(
         if generations[row] != command.generations[at]:
             return Rejection(
                 "stale_generation",
-                f"location {location} has generation {generations[row]} in this session, not {command.generations[at]}",
+                f"location {location} has generation {generations[row]} here, not {command.generations[at]}",
                 f"generations[{at}]",
             )
         rows.append(row)
     return rows
 
 
-def _finish_open(
-    state: State, memory: Memory, session: Session, command: Finish, now_ms: int
-) -> Decision:
+def _finish_open(state: State, memory: Memory, session: Session, command: Finish, now_ms: int) -> Decision:
     table = session.table
     refused = check_sizes(command.sizes, table)
     if refused is not None:
@@ -347,7 +363,9 @@ def _part_columns(table: Table, command: Finish) -> list[int] | Rejection:
         return Rejection("invalid_field", "name each part once", "parts")
     for row, name in enumerate(parts):
         if name not in names:
-            return Rejection("unknown_part", f"no part {name!r}; there are {', '.join(names)}", f"parts[{row}]")
+            return Rejection(
+                "unknown_part", f"no part {name!r}; there are {', '.join(names)}", f"parts[{row}]"
+            )
     count = len(command.locations) * len(parts)
     if command.ok is not None and len(command.ok) != count:
         return Rejection("column_length", f"{len(command.ok)} rows; locations times parts are {count}", "ok")
@@ -405,8 +423,10 @@ def _finish_rows(
     none = array("Q", bytes(8 * parts))
     event = WriteFinished(
         now_ms, session.number, packed_slots(session.slots[row] for row in changed),
-        bytes(status[row] for row in changed), answer, array("Q", [news.get(row, 0) for row in changed]).tobytes(),
-        b"".join(sums.get(row, none).tobytes() for row in changed), now_ms + memory.limits.late_write_ms, published,
+        bytes(status[row] for row in changed), answer, array("Q", [news.get(row,
+        0) for row in changed]).tobytes(),
+        b"".join(sums.get(row, none).tobytes() for row in changed), now_ms + memory.limits.late_write_ms,
+        published,
         status.count(PENDING), command.request_id,
     )  # fmt: skip
     return finished_reply(event), [event]
@@ -470,5 +490,3 @@ def session_end(
     return SessionEnded(
         now_ms, session.number, expired, session.open, now_ms + memory.limits.late_write_ms, request_id
     )
-
-

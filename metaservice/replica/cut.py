@@ -1,4 +1,5 @@
-"""Cuts one snapshot of a SQLite journal: `python -m metaservice.replica.cut PATH SHARD`. Run by the service itself."""
+"""Cuts one snapshot of a SQLite journal: `python -m metaservice.replica.cut PATH SHARD`. Run by the service
+itself."""
 
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from .replay import replay
 
 
 def cut(path: Path, shard: int, limits: Limits) -> int:
-    """Replay what is durable, save it as a snapshot; returns its seq. The journal's owner may go on appending."""
+    """Replay what is durable, save it as a snapshot; returns its seq. The journal's owner may go on
+    appending."""
     reader = open_reader(path, shard)
     try:
         machine = replay(reader, shard, limits)

@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 def replay(journal: JournalReader, shard: int, limits: Limits) -> Machine:
     """The machine at the journal's head; everything in it is durable, and so visible.
 
-    Raises CorruptJournal when a snapshot's contents are not the state that its digest names, or a batch does not follow.
+    Raises CorruptJournal when a snapshot's contents are not the state that its digest names, or a batch does
+    not follow.
     """
     info = journal.snapshots.latest()
     if info is None:
@@ -22,13 +23,17 @@ def replay(journal: JournalReader, shard: int, limits: Limits) -> Machine:
     else:
         machine = Machine.restore(journal.snapshots.load(info), shard, limits)
         if machine.digest() != info.digest:
-            raise CorruptJournal(info.location, info.seq, "the snapshot restores to another digest than it was cut with")
+            raise CorruptJournal(
+                info.location, info.seq, "the snapshot restores to another digest than it was cut with"
+            )
         log.info("restored snapshot at seq %d (%d bytes)", info.seq, info.size_bytes)
     for batch in journal.read(machine.seq):
         events = decode_batch(batch.payload)
         if batch.first_seq != machine.seq + 1 or batch.last_seq != machine.seq + len(events):
             raise CorruptJournal(
-                "journal", batch.first_seq, f"the batch does not follow seq {machine.seq} with {len(events)} events"
+                "journal",
+                batch.first_seq,
+                f"the batch does not follow seq {machine.seq} with {len(events)} events",
             )
         for event in events:
             machine.apply(event)

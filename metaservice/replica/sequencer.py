@@ -1,8 +1,9 @@
-"""The only caller of the core: a bounded queue, natural batching, one append in flight, replies once they are durable.
+"""The only caller of the core: a bounded queue, natural batching, one append in flight, replies once they are
+durable.
 
-While one batch is being made durable the next one gathers. The journal's blocking calls run in one thread of their own; the
-machine is touched by the event loop only. What cannot be appended is never undone: either the same bytes get in later, or the
-state is thrown away and built anew from the journal.
+While one batch is being made durable the next one gathers. The journal's blocking calls run in one thread of
+their own; the machine is touched by the event loop only. What cannot be appended is never undone: either the
+same bytes get in later, or the state is thrown away and built anew from the journal.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ Waiting = tuple[cmd.Command, "asyncio.Future[Any]"]
 
 
 class Diverged(Exception):
-    """The machine in memory is not what the journal says, or cannot be told to be: throw it away and rebuild."""
+    """The machine in memory is not what the journal says, or cannot be told to be: throw it away and
+    rebuild."""
 
 
 class Sequencer:
@@ -91,7 +93,8 @@ class Sequencer:
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Until `stop`. Raises Diverged when the machine has to be thrown away; every waiting caller is then told."""
+        """Until `stop`. Raises Diverged when the machine has to be thrown away; every waiting caller is then
+        told."""
         batch: list[Waiting] = []
         try:
             await self._append_events(self._take_over())
@@ -185,8 +188,8 @@ class Sequencer:
         )
 
     async def _append(self, first_seq: int, last_seq: int, payload: bytes) -> None:
-        """Get exactly these bytes in. A journal that cannot take them now (full, busy) is tried until it can; meanwhile
-        lookups go on and writes are refused with the reason."""
+        """Get exactly these bytes in. A journal that cannot take them now (full, busy) is tried until it can;
+        meanwhile lookups go on and writes are refused with the reason."""
         loop = asyncio.get_running_loop()
         journal = self._journal
         while True:
@@ -228,7 +231,10 @@ class Sequencer:
         self._fail((), "journal_unavailable", reason)
 
     def _fail(
-        self, batch: "list[Waiting] | tuple[()]", code: str = "not_ready", message: str = "the state is being rebuilt"
+        self,
+        batch: "list[Waiting] | tuple[()]",
+        code: str = "not_ready",
+        message: str = "the state is being rebuilt",
     ) -> None:
         waiting = [*batch, *self._queue]
         self._queue.clear()

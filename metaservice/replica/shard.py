@@ -44,7 +44,8 @@ class Clock:
 
 
 class InstanceInfo(Struct, frozen=True):
-    """What a request about an instance needs before it is a command. `groups`: attention group -> its key table."""
+    """What a request about an instance needs before it is a command. `groups`: attention group -> its key
+    table."""
 
     fingerprint: Fingerprint
     key_length: int
@@ -60,7 +61,8 @@ class StorageInfo(Struct, frozen=True):
 
 
 class Shard:
-    """Serves from memory, decides through the sequencer, rebuilds itself from the journal when the two disagree."""
+    """Serves from memory, decides through the sequencer, rebuilds itself from the journal when the two
+    disagree."""
 
     def __init__(
         self,
@@ -91,7 +93,8 @@ class Shard:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Open the journal, rebuild the state, take over a new epoch. Raises JournalError when that cannot be done."""
+        """Open the journal, rebuild the state, take over a new epoch. Raises JournalError when that cannot be
+        done."""
         self.opened = await self._in_thread(self._journal.open)
         if self.opened.last_cut is not None:
             cut = self.opened.last_cut
@@ -227,7 +230,8 @@ class Shard:
         return await sequencer.submit(command)
 
     async def take_tasks(self, command: cmd.TakeTasks, wait_ms: int) -> Tasks | Rejection:
-        """Long poll: at once when there is work (or a refusal), else when there is some, or empty after `wait_ms`."""
+        """Long poll: at once when there is work (or a refusal), else when there is some, or empty after
+        `wait_ms`."""
         deadline_s = self._clock.now_s() + wait_ms / 1000
         while True:
             reply: Tasks | Rejection = self.read(command)

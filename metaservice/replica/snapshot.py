@@ -1,7 +1,7 @@
 """When to cut a snapshot, and how: a process of its own replays the journal and writes it down.
 
-The serving process spends nothing on it but starting that process, its event loop never stops for it, and the snapshot is proved
-by an independent replay (the way a follower will do it).
+The serving process spends nothing on it but starting that process, its event loop never stops for it, and the
+snapshot is proved by an independent replay (the way a follower will do it).
 """
 
 import asyncio
@@ -35,7 +35,8 @@ class SnapshotKeeper:
         self._floor = JournalSize(0, 0)
 
     def due(self, size: JournalSize) -> bool:
-        """Whether the journal has grown enough since the last cut. Trimming keeps one snapshot's worth behind."""
+        """Whether the journal has grown enough since the last cut. Trimming keeps one snapshot's worth
+        behind."""
         return (
             size.batches - self._floor.batches >= self._batches_max
             or size.bytes - self._floor.bytes >= self._bytes_max

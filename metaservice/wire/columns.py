@@ -1,7 +1,8 @@
 """Columns on the wire: checked once, unpacked once, packed once.
 
-A column comes as a list (JSON, or a msgpack client that does not care) or as packed little-endian bytes (connectors).
-Every function raises `ColumnError` naming the field and the row, never anything else, whatever it is given.
+A column comes as a list (JSON, or a msgpack client that does not care) or as packed little-endian bytes
+(connectors). Every function raises `ColumnError` naming the field and the row, never anything else, whatever
+it is given.
 """
 
 import sys
@@ -14,12 +15,15 @@ Kind = Literal["Q", "I", "H", "B"]
 """u64, u32, u16, u8 as `array` type codes."""
 
 _SIZE = {"Q": 8, "I": 4, "H": 2, "B": 1}
-assert all(array(kind).itemsize == size for kind, size in _SIZE.items()), "this platform's C integer sizes are unusual"
+assert all(array(kind).itemsize == size for kind, size in _SIZE.items()), (
+    "this platform's C integer sizes are unusual"
+)
 _SWAP = sys.byteorder == "big"
 
 
 class ColumnError(ValueError):
-    """A column is not what it has to be. `code` is a problem code, `field` names the column (and row) at fault."""
+    """A column is not what it has to be. `code` is a problem code, `field` names the column (and row) at
+    fault."""
 
     def __init__(self, code: str, field: str, message: str) -> None:
         super().__init__(message)
@@ -32,7 +36,9 @@ def keys_of(value: Any, key_length: int, field: str, count_max: int) -> list[byt
     """The block keys of a request column, each exactly `key_length` bytes."""
     if isinstance(value, bytes):
         if len(value) % key_length:
-            raise ColumnError("key_length", field, f"{len(value)} packed bytes are not a multiple of {key_length}")
+            raise ColumnError(
+                "key_length", field, f"{len(value)} packed bytes are not a multiple of {key_length}"
+            )
         if len(value) // key_length > count_max:
             raise ColumnError(
                 "too_many_keys", field, f"{len(value) // key_length} keys; at most {count_max} in one request"
@@ -64,7 +70,9 @@ def key_of(value: Any, key_length: int, field: str) -> bytes:
             raise ColumnError("invalid_key", field, "not hex text") from None
     if isinstance(value, bytes):
         if len(value) != key_length:
-            raise ColumnError("key_length", field, f"{len(value)} bytes; keys of this instance have {key_length}")
+            raise ColumnError(
+                "key_length", field, f"{len(value)} bytes; keys of this instance have {key_length}"
+            )
         return value
     raise ColumnError("invalid_key", field, f"expected hex text or bytes, got {_kind(value)}")
 
@@ -77,7 +85,9 @@ def numbers_of(value: Any, kind: Kind, field: str, count_max: int) -> "array[int
                 "column_length", field, f"{len(value)} packed bytes are not a multiple of {_SIZE[kind]}"
             )
         if len(value) // _SIZE[kind] > count_max:
-            raise ColumnError("column_length", field, f"{len(value) // _SIZE[kind]} rows; at most {count_max}")
+            raise ColumnError(
+                "column_length", field, f"{len(value) // _SIZE[kind]} rows; at most {count_max}"
+            )
         column = array(kind, value)
         if _SWAP:
             column.byteswap()
@@ -104,7 +114,9 @@ def flags_of(value: Any, field: str, count_max: int) -> bytes:
             raise ColumnError("column_length", field, f"{len(value)} rows; at most {count_max}")
         if value and set(map(type, value)) != {bool}:
             row = next(row for row, item in enumerate(value) if type(item) is not bool)
-            raise ColumnError("invalid_field", f"{field}[{row}]", f"expected a boolean, got {_kind(value[row])}")
+            raise ColumnError(
+                "invalid_field", f"{field}[{row}]", f"expected a boolean, got {_kind(value[row])}"
+            )
         return bytes(value)
     if not isinstance(value, bytes):
         raise ColumnError("invalid_field", field, f"expected a list of booleans, got {_kind(value)}")

@@ -1,14 +1,16 @@
 """The one registry of error codes on the wire (RFC 9457 `problem+json`).
 
-A code is a promise to clients: never renamed, never reused for another meaning. `status` is the HTTP status that
-goes with it, `retry` says whether the very same call may succeed later without anybody changing anything.
+A code is a promise to clients: never renamed, never reused for another meaning. `status` is the HTTP status
+that goes with it, `retry` says whether the very same call may succeed later without anybody changing
+anything.
 """
 
 from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """One kind of refusal: stable `code`, HTTP `status`, short `title`, and whether a later retry can succeed."""
+    """One kind of refusal: stable `code`, HTTP `status`, short `title`, and whether a later retry can
+    succeed."""
 
     code: str
     status: int
@@ -56,7 +58,9 @@ _ALL = (
     Problem("block_unknown", 404, "No such block"),
     Problem("session_unknown", 404, "No such write session"),
     Problem("task_unknown", 404, "No such task"),
-    Problem("reregister", 409, "The engine or worker is unknown, expired or of an old incarnation: register again"),
+    Problem(
+        "reregister", 409, "The engine or worker is unknown, expired or of an old incarnation: register again"
+    ),
     Problem("incarnation_retired", 409, "This incarnation was replaced by a newer one and cannot come back"),
     Problem("foreign_session", 403, "The write session belongs to another engine"),
     Problem("foreign_task", 409, "The task is held by another worker"),

@@ -3,9 +3,10 @@
 One schema serves JSON (for people) and msgpack (for connectors):
 
 * block keys are hex text in JSON; in msgpack a list of `bytes` or one packed `bytes` of `n * key_length`;
-* number columns are lists of integers in JSON; in msgpack requests they are lists or packed little-endian `bytes`
-  (u64 for locations and checksums, u32 for generations and durations, u16 for storage indexes, u8 for codes and flags),
-  in msgpack replies they are always packed;
+* number columns are lists of integers in JSON; in msgpack requests they are lists or packed little-endian
+`bytes`
+  (u64 for locations and checksums, u32 for generations and durations, u16 for storage indexes, u8 for codes
+  and flags), in msgpack replies they are always packed;
 * JSON replies carry, besides the columns, `uris`: the places as text.
 
 Every request struct forbids unknown fields, so a misspelt field is an error and not a silent default.
@@ -17,7 +18,8 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}\Z"
-"""Names of tenants, storages, groups, instances, engines, workers, parts: no path, space or control character."""
+"""Names of tenants, storages, groups, instances, engines, workers, parts: no path, space or control
+character."""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Token = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:@+-]{1,64}\Z")]
@@ -25,7 +27,8 @@ Token = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:@+-]{1,64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 TtlMs = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 Keys = Any
-"""Hex text list (JSON), list of bytes or one packed run of bytes (msgpack). `wire.columns.keys_of` checks it."""
+"""Hex text list (JSON), list of bytes or one packed run of bytes (msgpack). `wire.columns.keys_of` checks
+it."""
 Key = Any
 """One block key: hex text (JSON) or bytes (msgpack). `wire.columns.key_of` checks it."""
 Column = Any
@@ -42,7 +45,8 @@ class Reply(Struct, kw_only=True, omit_defaults=False):
     """Base of all reply bodies. Readers ignore fields they do not know."""
 
 
-# ---------------------------------------------------------------- enumerations sent as u8 (msgpack) or names (JSON)
+# ---------------------------------------------------------------- enumerations sent as u8 (msgpack) or names
+# (JSON)
 
 
 class WriteOutcome(IntEnum):
@@ -100,9 +104,9 @@ class LeaseOutcome(IntEnum):
 class LookupRequest(Request, kw_only=True):
     """`POST /v1/instances/{id}/lookup`. `keys` in prefix order, root first.
 
-    `parent` is the key just before `keys[0]`, when the caller already holds the prefix up to it; without it `keys[0]`
-    must be a root. `lease_ms` > 0 asks for a ReadLease over exactly the returned blocks. `limit` bounds the blocks
-    returned (0: only count what is there to return, no locations).
+    `parent` is the key just before `keys[0]`, when the caller already holds the prefix up to it; without it
+    `keys[0]` must be a root. `lease_ms` > 0 asks for a ReadLease over exactly the returned blocks. `limit`
+    bounds the blocks returned (0: only count what is there to return, no locations).
     """
 
     keys: Keys
@@ -118,7 +122,8 @@ class LookupRequest(Request, kw_only=True):
 
 
 class StorageRef(Reply, kw_only=True):
-    """A storage as a reader or writer needs it: how to derive a place from (storage, location, generation, part)."""
+    """A storage as a reader or writer needs it: how to derive a place from (storage, location, generation,
+    part)."""
 
     name: str
     kind: str
@@ -141,7 +146,8 @@ class SwitchRef(Reply, kw_only=True):
 
 
 class Located(Reply, kw_only=True):
-    """Places of n blocks, as columns. `checksums` has n * len(parts) rows, block-major; `storages` indexes the table."""
+    """Places of n blocks, as columns. `checksums` has n * len(parts) rows, block-major; `storages` indexes
+    the table."""
 
     locations: Column = b""
     generations: Column = b""
@@ -154,10 +160,12 @@ class Located(Reply, kw_only=True):
 
 
 class LookupReply(Located, kw_only=True):
-    """`hits` blocks from index `start` on are readable (mode `each`: where `hit` is 1); columns are in that order.
+    """`hits` blocks from index `start` on are readable (mode `each`: where `hit` is 1); columns are in that
+    order.
 
-    `cut` says what ended the run: `none` (all asked blocks are hits), `miss`, `limit` or `switch`; `cut_at` is the index
-    of the first key not returned. `lease` is null when none was asked for or there is nothing to lease.
+    `cut` says what ended the run: `none` (all asked blocks are hits), `miss`, `limit` or `switch`; `cut_at`
+    is the index of the first key not returned. `lease` is null when none was asked for or there is nothing to
+    lease.
     """
 
     mode: str
@@ -176,9 +184,10 @@ class LookupReply(Located, kw_only=True):
 
 
 class StartWriteRequest(Request, kw_only=True):
-    """`POST /v1/instances/{id}/writes`. Without `parents` the keys are one chain: each is the child of the one before it
-    and `keys[0]` the child of `parent` (null: a root). With `parents`, one entry a key (null: a root).
-    `sizes`, when given, are the bytes of each part and must equal the fingerprint's. `ttl_ms` 0: the service's default.
+    """`POST /v1/instances/{id}/writes`. Without `parents` the keys are one chain: each is the child of the
+    one before it and `keys[0]` the child of `parent` (null: a root). With `parents`, one entry a key (null: a
+    root). `sizes`, when given, are the bytes of each part and must equal the fingerprint's. `ttl_ms` 0: the
+    service's default.
     """
 
     engine: Name
@@ -193,7 +202,8 @@ class StartWriteRequest(Request, kw_only=True):
 
 
 class StartWriteReply(Located, kw_only=True):
-    """One row a requested key in every column. Rows whose outcome is not `write` have location 0 and generation 0.
+    """One row a requested key in every column. Rows whose outcome is not `write` have location 0 and
+    generation 0.
 
     `outcomes` and `reasons` are WriteOutcome and RefusedReason; `wait_ms` is how long the other writer of an
     `in_progress` key still has. `session` is null when there is nothing to write.
@@ -211,8 +221,9 @@ class StartWriteReply(Located, kw_only=True):
 class FinishRequest(Request, kw_only=True):
     """`POST /v1/writes/{session}/finish`: the outcome of `parts` (default: all) of the named locations.
 
-    `ok` and `checksums` have one row per (location, part), location-major; without `ok` all succeeded; `checksums` is
-    needed where `ok` is true. `sizes`, when given, are the bytes written per part, and must equal the fingerprint's.
+    `ok` and `checksums` have one row per (location, part), location-major; without `ok` all succeeded;
+    `checksums` is needed where `ok` is true. `sizes`, when given, are the bytes written per part, and must
+    equal the fingerprint's.
     """
 
     engine: Name
@@ -227,7 +238,8 @@ class FinishRequest(Request, kw_only=True):
 
 
 class FinishReply(Reply, kw_only=True):
-    """`status` per location (FinishStatus); `published` blocks began to serve by this call; `open` are still unfinished."""
+    """`status` per location (FinishStatus); `published` blocks began to serve by this call; `open` are still
+    unfinished."""
 
     status: Column
     published: int
@@ -263,8 +275,8 @@ class AbortReply(Reply, kw_only=True):
 
 
 class LeaseRenewRequest(Request, kw_only=True):
-    """`POST /v1/leases/{id}/renew`. `also` names more leases to renew in the same call. `locations` renews only those
-    blocks of the lease (not with `also`); the others keep their deadline."""
+    """`POST /v1/leases/{id}/renew`. `also` names more leases to renew in the same call. `locations` renews
+    only those blocks of the lease (not with `also`); the others keep their deadline."""
 
     ttl_ms: TtlMs = 0
     also: list[Token] = []
@@ -278,8 +290,9 @@ class LeaseReleaseRequest(Request, kw_only=True):
 
 
 class LeaseReply(Reply, kw_only=True):
-    """One row a named lease: `leases` in the order asked, `outcomes` (LeaseOutcome), `changed`: blocks of the lease that are
-    no longer what was leased (only possible once it expired): data read under it must be thrown away."""
+    """One row a named lease: `leases` in the order asked, `outcomes` (LeaseOutcome), `changed`: blocks of the
+    lease that are no longer what was leased (only possible once it expired): data read under it must be
+    thrown away."""
 
     leases: list[str]
     outcomes: Column
@@ -309,7 +322,8 @@ class RemoveReply(Reply, kw_only=True):
 
 
 class RegisterEngineRequest(Request, kw_only=True):
-    """`PUT /v1/engines/{id}`. Another incarnation under the same id fences the one before and ends its write sessions."""
+    """`PUT /v1/engines/{id}`. Another incarnation under the same id fences the one before and ends its write
+    sessions."""
 
     incarnation: Token
     instance: Name | None = None
@@ -359,7 +373,8 @@ class TakeTasksRequest(Request, kw_only=True):
 
 
 class DeleteTask(Reply, kw_only=True):
-    """Delete the bytes of these locations from `storage`, all of `parts` each, then confirm within `ttl_ms`."""
+    """Delete the bytes of these locations from `storage`, all of `parts` each, then confirm within
+    `ttl_ms`."""
 
     task: str
     storage: StorageRef
@@ -377,7 +392,8 @@ class TakeTasksReply(Reply, kw_only=True):
 
 
 class ConfirmTaskRequest(Request, kw_only=True):
-    """`POST /v1/workers/{id}/tasks/{task}/confirm`: per location whether its bytes are gone (default: all are)."""
+    """`POST /v1/workers/{id}/tasks/{task}/confirm`: per location whether its bytes are gone (default: all
+    are)."""
 
     incarnation: Token
     ok: Flags | None = None
@@ -391,7 +407,8 @@ class ConfirmTaskReply(Reply, kw_only=True):
 
 
 class UnknownRequest(Request, kw_only=True):
-    """`POST /v1/workers/{id}/unknown`: which of these places, found in `storage`, does the service not know?"""
+    """`POST /v1/workers/{id}/unknown`: which of these places, found in `storage`, does the service not
+    know?"""
 
     incarnation: Token
     storage: Name
