@@ -31,7 +31,7 @@ def document() -> str:
     charts = (
         _chart(
             "CacheLocation",
-            "One copy of one block in one storage. `gone` is a free slot; its next use has another generation.",
+            "One copy of one block in one storage. `gone` is a free slot; its next use has a new generation.",
             LOCATION,
             "gone",
         ),

@@ -121,16 +121,33 @@ class BlockIndex:
         run: list[int] = found[:count] if count < len(found) else found  # type: ignore[assignment]
         if not run:
             return run
-        hidden = bytes(map(self.visible.__getitem__, run)).find(0)
-        if hidden >= 0:
-            run = run[:hidden]
-        recorded = list(map(self.parent.__getitem__, run))
-        expected: list[bytes | None] = [parent, *keys[: len(run) - 1]] if run else []
+        span = span_of(run)
+        visible = self.visible
+        flags = visible[slice(*span)] if span is not None else bytes(map(visible.__getitem__, run))
+        hidden = flags.find(0)
+        if hidden == 0:
+            return []
+        if hidden > 0:
+            run, span = run[:hidden], None
+        recorded = self.parent[slice(*span)] if span else list(map(self.parent.__getitem__, run))
+        expected: list[bytes | None] = [parent, *keys[: len(run) - 1]]
         if recorded != expected:
             for row, (one, other) in enumerate(zip(recorded, expected, strict=True)):
                 if one != other:
                     return run[:row]
         return run
+
+    def places(self, slots: Sequence[int]) -> "tuple[array[int], array[int], bytes]":
+        """Generations, storage numbers and checksums (u64, slot-major over the parts) of the slots."""
+        span = span_of(slots)
+        if span is not None:
+            run = slice(*span)
+            return self.generation[run], self.storage[run], b"".join(self.sums[run])
+        return (
+            array("I", map(self.generation.__getitem__, slots)),
+            array("H", map(self.storage.__getitem__, slots)),
+            b"".join(map(self.sums.__getitem__, slots)),
+        )
 
     def free_slots(self, count: int) -> "array[int]":
         """The next `count` slots a reservation would use: freed ones (last freed first), then fresh ones."""
@@ -163,7 +180,7 @@ class BlockIndex:
         self._claim(slots)
         count = len(slots)
         number = table.number
-        run = _run_of(slots)
+        run = span_of(slots)
         if run is not None:
             at, end = run
             self.key[at:end] = keys
@@ -194,7 +211,7 @@ class BlockIndex:
         """Writing -> serving: the last part is in. Readers see it when `reveal` follows, once that is
         durable."""
         self._assert_from(slots, _FROM_FINISHED)
-        run = _run_of(slots)
+        run = span_of(slots)
         if run is not None:
             at, end = run
             self.state[at:end] = bytes((SERVING,)) * len(slots)
@@ -207,7 +224,7 @@ class BlockIndex:
     def reveal(self, slots: "array[int]") -> None:
         """Make those of the slots visible that still serve."""
         state, visible = self.state, self.visible
-        run = _run_of(slots)
+        run = span_of(slots)
         if run is not None and state.count(SERVING, *run) == len(slots):
             visible[run[0] : run[1]] = b"\x01" * len(slots)
             return
@@ -275,7 +292,7 @@ class BlockIndex:
         rows = [checksums[at : at + width] for at in range(0, len(checksums), width)]
         if masks is None:
             full, sums, done = table.full_mask, self.sums, self.done
-            run = _run_of(slots)
+            run = span_of(slots)
             if run is not None:
                 sums[run[0] : run[1]] = rows
                 done[run[0] : run[1]] = array("Q", (full,)) * len(slots)
@@ -343,15 +360,19 @@ class BlockIndex:
         assert found <= allowed, f"transition from {[LocationState(state).name for state in found - allowed]}"
 
 
-def _run_of(slots: "array[int]") -> tuple[int, int] | None:
-    """(first, end) when the slots are one ascending run, else None."""
+def span_of(slots: Sequence[int]) -> tuple[int, int] | None:
+    """(first, end) when the slots are one ascending run, which columns answer by slices; else None.
+
+    Blocks that were written together lie together, so this is the usual case.
+    """
     count = len(slots)
     if not count:
         return None
     first = slots[0]
-    if slots[-1] - first != count - 1 or (
-        count > 2 and slots != array(slots.typecode, range(first, first + count))
-    ):
+    if slots[-1] - first != count - 1:
+        return None
+    run = range(first, first + count)
+    if count > 2 and slots != (list(run) if isinstance(slots, list) else array("I", run)):
         return None
     return first, first + count
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 
 from .ids import lease_name
-from .index import BlockIndex, live_of
+from .index import BlockIndex, live_of, span_of
 from .model import Limits
 from .outcomes import LeaseOutcome
 from .replies import Looked
@@ -90,8 +90,12 @@ class Leases:
         name = lease_name(self._shard, epoch, self._next)
         self._next += 1
         pins = self._index.pins
-        for slot in slots:
-            pins[slot] += 1
+        span = span_of(slots)
+        if span is not None and not any(pins[slice(*span)]):
+            pins[slice(*span)] = array("I", (1,)) * len(slots)
+        else:
+            for slot in slots:
+                pins[slot] += 1
         lease = Lease(name, Segment(deadline_ms, slots), generations, request, reply)
         self._held[name] = lease
         if request is not None:
@@ -177,7 +181,11 @@ class Leases:
 
     def _unpin(self, slots: "array[int]") -> None:
         pins, index = self._index.pins, self._index
-        for slot in slots:
-            pins[slot] -= 1
+        span = span_of(slots)
+        if span is not None and pins[slice(*span)].count(1) == len(slots):
+            pins[slice(*span)] = array("I", (0,)) * len(slots)
+        else:
+            for slot in slots:
+                pins[slot] -= 1
         if index.deleting_count:
             self.unpinned += [slot for slot in slots if not pins[slot] and index.is_deleting(slot)]

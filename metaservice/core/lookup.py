@@ -239,15 +239,9 @@ def _readable_run(state: State, slots: list[int]) -> tuple[list[int], Switched |
 
 
 def _located(state: State, slots: list[int]) -> Located:
-    index = state.index
     base = location_base(state.shard)
     locations = array("Q", slots) if not base else array("Q", [base + slot for slot in slots])
-    return Located(
-        locations,
-        array("I", map(index.generation.__getitem__, slots)),
-        array("H", map(index.storage.__getitem__, slots)),
-        b"".join(map(index.sums.__getitem__, slots)),
-    )
+    return Located(locations, *state.index.places(slots))
 
 
 def _touch_and_lease(
