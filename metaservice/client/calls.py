@@ -49,7 +49,7 @@ class Who:
     def current(self, kind: str) -> tuple[str, str]:
         """Id and incarnation to act as a registered engine or worker. Raises CallFailed(not_registered)."""
         if self.kind != kind or not self.incarnation:
-            raise CallFailed(NOT_REGISTERED, f"no current registration of an {kind}")
+            raise CallFailed(NOT_REGISTERED, f"no current registration of this client as {kind}")
         return self.id, self.incarnation
 
 

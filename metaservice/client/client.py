@@ -13,7 +13,7 @@ from .config import ClientConfig, Keepalive
 from .errors import CallFailed, client_error
 from .holder import Registration
 from .http import JSON, Reply
-from .member_calls import ConfirmTask, Heartbeat, Register, TakeTasks, UnknownPlaces
+from .member_calls import ConfirmTask, Heartbeat, Leave, Register, TakeTasks, UnknownPlaces
 from .messages import Member
 from .read_calls import Lookup, ReleaseLeases, RenewLeases
 from .results import (
@@ -23,6 +23,7 @@ from .results import (
     FinishResult,
     HeartbeatResult,
     LeasesResult,
+    LeaveResult,
     LookupResult,
     RemoveResult,
     RenewResult,
@@ -137,6 +138,13 @@ class Client:
         """One heartbeat, for owners that registered without `keepalive`."""
         return self._run(Heartbeat(), timeout_ms)
 
+    def deregister(self, *, timeout_ms: int | None = None) -> LeaveResult:
+        """Leave on purpose: the registration is over at once, and with it the engine's open write
+        sessions."""
+        result = self._run(Leave(), timeout_ms)
+        self._calling.keeps.leave()
+        return result
+
     # -- blocks
 
     def lookup(
@@ -236,9 +244,10 @@ class Client:
         in the result must be thrown away, for its place may have been used for other blocks."""
         return self._run(ReleaseLeases([leases] if isinstance(leases, str) else leases), timeout_ms)
 
-    def lease_held(self, lease: str) -> bool:
-        """Whether a lease that is renewed in the background is known to hold now. Asks nobody."""
-        return self._calling.keeps.lease_held(lease)
+    def held(self, id: str) -> bool:
+        """Whether a lease or write session that is renewed in the background is known to hold now. Asks
+        nobody."""
+        return self._calling.keeps.held(id)
 
     def remove(
         self,

@@ -10,7 +10,20 @@ from . import forks
 from .calls import Who
 from .config import ClientConfig, Keepalive
 from .hosts import Host, start_host
-from .messages import Doubt, Drop, Event, Joined, KeepLease, KeepSession, Left, Lost, Member, Renewed, Said
+from .messages import (
+    Doubt,
+    Drop,
+    Event,
+    Forget,
+    Joined,
+    KeepLease,
+    KeepSession,
+    Left,
+    Lost,
+    Member,
+    Renewed,
+    Said,
+)
 from .notices import Notices
 from .results import Registered, now_ms
 
@@ -83,16 +96,15 @@ class Holder:
         self._who = who
         self._notices = notices
         self._host: Host | None = None
-        self._deadlines_ms: dict[str, int] = {}
+        self._mode: Keepalive | None = None
+        self._kept: dict[str, KeepLease | KeepSession] = {}
         self.registration: Registration | None = None
-        self._sessions: set[str] = set()
         forks.register(self)
 
     def after_fork(self) -> None:
         """The keeper, its leases and sessions stay with the parent. The identity is kept for calls."""
         self._host = None
-        self._deadlines_ms = {}
-        self._sessions = set()
+        self._kept = {}
         if self.registration is not None:
             self.registration.after_fork()
 
@@ -105,11 +117,24 @@ class Holder:
         self._who.kind, self._who.id = member.kind, member.id
         self._who.incarnation = member.incarnation if registration.active else ""
         if keepalive is None:
+            if self._host is not None:
+                self._host.post(Forget())
             return
-        if self._host is not None:
-            self._host.close()
-        self._host = start_host(keepalive, self._config, self.handle)
+        if self._host is None or self._mode != keepalive:
+            before, self._host = self._host, start_host(keepalive, self._config, self.handle, self._kept)
+            self._mode = keepalive
+            if before is not None:
+                before.close()
         self._host.post(member)
+
+    def leave(self) -> None:
+        """No longer act as the member, and send no heartbeats."""
+        registration, self.registration = self.registration, None
+        self._who.incarnation = ""
+        if registration is not None:
+            registration.active = False
+        if self._host is not None:
+            self._host.post(Forget())
 
     def doubt(self) -> None:
         """A call was told to register again."""
@@ -131,44 +156,44 @@ class Holder:
     # -- what is kept
 
     def keep_lease(self, lease: str, ttl_ms: int, deadline_ms: int) -> None:
-        self._deadlines_ms[lease] = deadline_ms
-        self._running().post(KeepLease(lease, ttl_ms, deadline_ms, now_ms() + self._config.keep_ms_max))
-
-    def leases_renewed(self, leases: list[str], deadline_ms: int) -> None:
-        for lease in leases:
-            if lease in self._deadlines_ms:
-                self._deadlines_ms[lease] = max(self._deadlines_ms[lease], deadline_ms)
-
-    def drop_leases(self, leases: list[str]) -> None:
-        dropped = [lease for lease in leases if self._deadlines_ms.pop(lease, None) is not None]
-        if dropped and self._host is not None:
-            self._host.post(Drop(leases=dropped))
-
-    def lease_held(self, lease: str) -> bool:
-        """Whether a lease that is renewed in the background is known to hold now."""
-        return now_ms() < self._deadlines_ms.get(lease, 0)
+        self._keep(lease, KeepLease(lease, ttl_ms, deadline_ms, now_ms() + self._config.keep_ms_max))
 
     def keep_session(
         self, session: str, engine: str, incarnation: str, ttl_ms: int, deadline_ms: int
     ) -> None:
-        self._sessions.add(session)
         until_ms = now_ms() + self._config.keep_ms_max
-        self._running().post(KeepSession(session, engine, incarnation, ttl_ms, deadline_ms, until_ms))
+        self._keep(session, KeepSession(session, engine, incarnation, ttl_ms, deadline_ms, until_ms))
+
+    def _keep(self, id: str, item: KeepLease | KeepSession) -> None:
+        self._kept[id] = item
+        if self._host is None:
+            self._mode = self._config.keepalive
+            self._host = start_host(self._mode, self._config, self.handle, self._kept)
+        else:
+            self._host.post(item)
+
+    def leases_renewed(self, leases: list[str], deadline_ms: int) -> None:
+        self._renewed(dict.fromkeys(leases, deadline_ms))
+
+    def drop_leases(self, leases: list[str]) -> None:
+        dropped = [lease for lease in leases if self._kept.pop(lease, None) is not None]
+        if dropped and self._host is not None:
+            self._host.post(Drop(leases=dropped))
 
     def drop_session(self, session: str) -> None:
-        if session in self._sessions:
-            self._sessions.discard(session)
-            if self._host is not None:
-                self._host.post(Drop(sessions=[session]))
+        if self._kept.pop(session, None) is not None and self._host is not None:
+            self._host.post(Drop(sessions=[session]))
 
-    def session_kept(self, session: str) -> bool:
-        """Whether a write session is renewed in the background and not known to be lost."""
-        return session in self._sessions
+    def held(self, id: str) -> bool:
+        """Whether a lease or session that is renewed in the background is known to hold now."""
+        item = self._kept.get(id)
+        return item is not None and now_ms() < item.deadline_ms
 
-    def _running(self) -> Host:
-        if self._host is None:
-            self._host = start_host(self._config.keepalive, self._config, self.handle)
-        return self._host
+    def _renewed(self, deadlines_ms: dict[str, int]) -> None:
+        for id, deadline_ms in deadlines_ms.items():
+            item = self._kept.get(id)
+            if item is not None:
+                item.deadline_ms = max(item.deadline_ms, deadline_ms)
 
     # -- what the keeper tells
 
@@ -177,27 +202,23 @@ class Holder:
         registration = self.registration
         match event:
             case Joined():
-                if registration is not None:
+                if registration is not None and registration.id == event.id:
                     registration.joined(event)
                     self._who.incarnation = event.incarnation
                     log.info(
                         "%s %s is registered as %s", registration.kind, registration.id, event.incarnation
                     )
-            case Left(incarnation):
-                if (
-                    registration is not None
-                    and registration.active
-                    and registration.incarnation == incarnation
+            case Left(id, incarnation):
+                if registration is not None and (registration.id, registration.incarnation) == (
+                    id,
+                    incarnation,
                 ):
                     self._left(registration)
             case Renewed(deadlines_ms):
-                for lease, deadline_ms in deadlines_ms.items():
-                    if lease in self._deadlines_ms:
-                        self._deadlines_ms[lease] = max(self._deadlines_ms[lease], deadline_ms)
+                self._renewed(deadlines_ms)
             case Lost(leases, sessions, why):
-                for lease in leases:
-                    self._deadlines_ms.pop(lease, None)
-                self._sessions.difference_update(sessions)
+                for id in (*leases, *sessions):
+                    self._kept.pop(id, None)
                 text = f"{len(leases)} leases and {len(sessions)} write sessions are lost: {why}"
                 self._notices.say(logging.WARNING, f"lost {why}", text)
             case Said(level, kind, text):

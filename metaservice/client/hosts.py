@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -27,10 +27,8 @@ from .messages import (
     KeepSession,
     Kept,
     Left,
-    Lost,
     Member,
     Message,
-    Renewed,
     Setup,
     Stop,
     encoder,
@@ -39,6 +37,9 @@ from .messages import (
 from .results import now_ms
 
 log = logging.getLogger("metaservice.client")
+
+KeptItems = Mapping[str, KeepLease | KeepSession]
+"""What is kept, by lease or session; `deadline_ms` as last known."""
 
 _NEVER_MS = 1 << 62
 _MESSAGE_MAX_BYTES = 1 << 20
@@ -114,13 +115,14 @@ class ProcessHost:
     """A keeper in a child process, fed over a socket pair. It goes on whatever this process does, ends
     when this process ends, and is started again when it dies."""
 
-    def __init__(self, config: ClientConfig, emit: Callable[[Event], None]) -> None:
-        """Raises OSError when no child can be started."""
+    def __init__(self, config: ClientConfig, emit: Callable[[Event], None], kept: KeptItems) -> None:
+        """`kept` is the owner's; a child that is started again is told what is in it then. Raises
+        OSError when no child can be started."""
         self._config = config
         self._emit = emit
+        self._kept = kept
         self._lock = Lock()
         self._member: Member | None = None
-        self._kept: dict[str, KeepLease | KeepSession] = {}
         self._behind = False
         self._feed_again_ms = 0
         self._closing = False
@@ -144,7 +146,8 @@ class ProcessHost:
 
     def post(self, message: Message) -> None:
         with self._lock:
-            self._remember(message)
+            if isinstance(message, Member):
+                self._member = message
             if self._behind:
                 if now_ms() >= self._feed_again_ms:
                     self._feed()
@@ -168,18 +171,6 @@ class ProcessHost:
             self._process.kill()  # it has nothing to lose
             self._process.wait()
 
-    def _remember(self, message: Message) -> None:
-        match message:
-            case Member():
-                self._member = message
-            case KeepLease():
-                self._kept[message.lease] = message
-            case KeepSession():
-                self._kept[message.session] = message
-            case Drop(leases, sessions):
-                for id in (*leases, *sessions):
-                    self._kept.pop(id, None)
-
     def _send(self, message: Message | Setup) -> None:
         try:
             self._socket.send(encoder.encode(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -196,8 +187,7 @@ class ProcessHost:
             self._send(self._member)
         now = now_ms()
         self._feed_again_ms = now + _FEED_AGAIN_MS
-        self._kept = {id: kept for id, kept in self._kept.items() if kept.deadline_ms > now}
-        kept = list(self._kept.values())
+        kept = [item for item in list(self._kept.values()) if item.deadline_ms > now]
         for at in range(0, max(len(kept), 1), _A_MESSAGE):
             self._send(Kept(kept[at : at + _A_MESSAGE], fresh=not at))
 
@@ -216,20 +206,10 @@ class ProcessHost:
 
     def _heard(self, event: Event) -> None:
         with self._lock:
-            match event:
-                case Joined():
-                    if self._member is not None:
-                        self._member.incarnation, self._member.registered = event.incarnation, True
-                case Left():
-                    if self._member is not None:
-                        self._member.incarnation, self._member.registered = token_hex(8), False
-                case Renewed(deadlines_ms):
-                    for lease, deadline_ms in deadlines_ms.items():
-                        if lease in self._kept:
-                            self._kept[lease].deadline_ms = deadline_ms
-                case Lost(leases, sessions):
-                    for id in (*leases, *sessions):
-                        self._kept.pop(id, None)
+            if self._member is not None and isinstance(event, Joined):
+                self._member.incarnation, self._member.registered = event.incarnation, True
+            elif self._member is not None and isinstance(event, Left):
+                self._member.incarnation, self._member.registered = token_hex(8), False
             if self._behind:
                 self._feed()
         self._emit(event)
@@ -281,11 +261,16 @@ def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
     return process, ours
 
 
-def start_host(keepalive: Keepalive, config: ClientConfig, emit: Callable[[Event], None]) -> Host:
-    """A running keeper. Where no process can be started it is a thread, and the log says so."""
+def start_host(
+    keepalive: Keepalive, config: ClientConfig, emit: Callable[[Event], None], kept: KeptItems
+) -> Host:
+    """A running keeper of what is in `kept`. Where no process can be started it is a thread, and the log
+    says so."""
     if keepalive == "process":
         try:
-            return ProcessHost(config, emit)
+            return ProcessHost(config, emit, kept)
         except OSError as error:
             log.warning("no keeper process can be started (%s): a thread keeps leases alive instead", error)
-    return ThreadHost(config, emit)
+    host = ThreadHost(config, emit)
+    host.post(Kept(list(kept.values())))
+    return host

@@ -22,6 +22,7 @@ from .messages import (
     Doubt,
     Drop,
     Event,
+    Forget,
     Joined,
     KeepLease,
     KeepSession,
@@ -121,6 +122,8 @@ class Keeping:
                 self._join(message)
             case Doubt():
                 self._beat_ms = self._next_ms = 0
+            case Forget():
+                self._member = None
             case Stop():
                 self.stopped = True
 
@@ -206,7 +209,7 @@ class Keeping:
         ]
         for session in lost:
             del self._sessions[session]
-        self._emit(Left(member.incarnation))
+        self._emit(Left(member.id, member.incarnation))
         if lost:
             self._emit(Lost(sessions=lost, why="the registration is gone"))
         now = now_ms()
@@ -247,6 +250,7 @@ class Keeping:
         self._beat_ms = self._joined_ms + self._jittered(answer.heartbeat_ms)
         self._emit(
             Joined(
+                id=member.id,
                 incarnation=member.incarnation,
                 heartbeat_ms=answer.heartbeat_ms,
                 suspect_ms=answer.suspect_ms,
@@ -301,6 +305,7 @@ class Keeping:
             else:
                 item.deadline_ms = max(item.deadline_ms, result.deadline_ms)
                 item.due_ms = self._due(result.deadline_ms - result.ttl_ms, result.ttl_ms)
+                self._emit(Renewed({id: item.deadline_ms}))
 
     def _give_up(self) -> None:
         """Drop what ran out, and what was kept long enough."""

@@ -13,6 +13,7 @@ from metaservice.wire.schemas import (
     RegisterEngineRequest,
     RegisterReply,
     RegisterWorkerRequest,
+    Reply,
     TakeTasksReply,
     TakeTasksRequest,
     UnknownReply,
@@ -29,12 +30,21 @@ from .results import (
     ConfirmResult,
     DeleteTask,
     HeartbeatResult,
+    LeaveResult,
     Registered,
     TasksResult,
     UnknownResult,
 )
 
+
+class NamedReply(Reply):
+    """The answer to a request that ends something: its name."""
+
+    id: str
+
+
 _register = Decoder(RegisterReply)
+_left = Decoder(NamedReply)
 _heartbeat = Decoder(HeartbeatReply)
 _tasks = Decoder(TakeTasksReply)
 _confirm = Decoder(ConfirmTaskReply)
@@ -123,6 +133,28 @@ class Heartbeat(Call[HeartbeatResult]):
 
     def failed(self, failure: str, detail: str) -> HeartbeatResult:
         return HeartbeatResult(failure=failure, detail=detail)
+
+
+class Leave(Call[LeaveResult]):
+    """`DELETE /v1/engines/{id}` or `DELETE /v1/workers/{id}`, for this incarnation only. Not repeated by
+    itself: the second answer would be that it is not registered."""
+
+    __slots__ = ()
+
+    writes = True
+    repeatable = False
+
+    def request(self, who: Who) -> Sending:
+        id, incarnation = who.current(who.kind or "engine")
+        path = f"/v1/{who.kind}s/{name(id, who.kind)}?incarnation={token(incarnation, 'incarnation')}"
+        return Sending("DELETE", path, b"")
+
+    def answer(self, body: bytes, sent_ms: int) -> LeaveResult:
+        decoded(_left, body)
+        return LeaveResult()
+
+    def failed(self, failure: str, detail: str) -> LeaveResult:
+        return LeaveResult(failure=failure, detail=detail)
 
 
 class TakeTasks(Call[TasksResult]):

@@ -22,7 +22,7 @@ class Member(Struct, tag=True, kw_only=True):
     registered: bool = False
 
 
-class KeepLease(Struct, tag=True, array_like=True):
+class KeepLease(Struct, tag=True):
     """Renew a lease of `ttl_ms` that holds until `deadline_ms`; no longer than `until_ms`."""
 
     lease: str
@@ -31,7 +31,7 @@ class KeepLease(Struct, tag=True, array_like=True):
     until_ms: int
 
 
-class KeepSession(Struct, tag=True, array_like=True):
+class KeepSession(Struct, tag=True):
     """Renew a write session."""
 
     session: str
@@ -42,14 +42,14 @@ class KeepSession(Struct, tag=True, array_like=True):
     until_ms: int
 
 
-class Kept(Struct, tag=True, array_like=True):
+class Kept(Struct, tag=True):
     """Many at once; `fresh`: and nothing else that was kept before."""
 
     items: list[KeepLease | KeepSession]
     fresh: bool = False
 
 
-class Drop(Struct, tag=True, array_like=True):
+class Drop(Struct, tag=True):
     """Renew these no longer."""
 
     leases: list[str] = []
@@ -58,6 +58,10 @@ class Drop(Struct, tag=True, array_like=True):
 
 class Doubt(Struct, tag=True):
     """A call was told to register again: find out now."""
+
+
+class Forget(Struct, tag=True):
+    """No heartbeats any more; the registration expires by itself."""
 
 
 class Stop(Struct, tag=True):
@@ -70,12 +74,13 @@ class Setup(Struct, tag=True, kw_only=True):
     config: ClientConfig
 
 
-Message = Member | KeepLease | KeepSession | Kept | Drop | Doubt | Stop
+Message = Member | KeepLease | KeepSession | Kept | Drop | Doubt | Forget | Stop
 
 
 class Joined(Struct, tag=True, kw_only=True):
     """Registered, under this incarnation."""
 
+    id: str
     incarnation: str
     heartbeat_ms: int
     suspect_ms: int
@@ -88,11 +93,12 @@ class Joined(Struct, tag=True, kw_only=True):
 class Left(Struct, tag=True):
     """The registration is gone; write sessions of `incarnation` are lost. The keeper registers again."""
 
+    id: str
     incarnation: str
 
 
 class Renewed(Struct, tag=True):
-    """New deadlines of leases."""
+    """New deadlines of leases and write sessions."""
 
     deadlines_ms: dict[str, int]
 

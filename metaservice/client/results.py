@@ -238,6 +238,13 @@ class HeartbeatResult(Struct, kw_only=True):
     detail: str = ""
 
 
+class LeaveResult(Struct, kw_only=True):
+    """A registration was given up, unless `failure` says otherwise: then it expires by itself."""
+
+    failure: str | None = None
+    detail: str = ""
+
+
 class Registered(Struct, kw_only=True):
     """What the service said to one registration."""
 

@@ -22,6 +22,7 @@ class Problem(msgspec.Struct):
     title: str = ""
     detail: str = ""
     field: str = ""
+    retry_after_ms: int = 0
 
 
 _problem_json = msgspec.json.Decoder(Problem)
@@ -48,7 +49,11 @@ def problem_of(reply: Reply) -> CallFailed:
     else:
         failure, detail = PROTOCOL, "a problem code that is none"
     return CallFailed(
-        failure, detail, status=reply.status, field=problem.field, retry_after_ms=reply.retry_after_ms
+        failure,
+        detail,
+        status=reply.status,
+        field=problem.field,
+        retry_after_ms=max(0, problem.retry_after_ms) or reply.retry_after_ms,
     )
 
 
