@@ -89,13 +89,7 @@ class Leases:
         """Pin the slots under a new name until the deadline."""
         name = lease_name(self._shard, epoch, self._next)
         self._next += 1
-        pins = self._index.pins
-        span = span_of(slots)
-        if span is not None and not any(pins[slice(*span)]):
-            pins[slice(*span)] = array("I", (1,)) * len(slots)
-        else:
-            for slot in slots:
-                pins[slot] += 1
+        _add(self._index.pins, slots, 1)
         lease = Lease(name, Segment(deadline_ms, slots), generations, request, reply)
         self._held[name] = lease
         if request is not None:
@@ -181,11 +175,15 @@ class Leases:
 
     def _unpin(self, slots: "array[int]") -> None:
         pins, index = self._index.pins, self._index
-        span = span_of(slots)
-        if span is not None and pins[slice(*span)].count(1) == len(slots):
-            pins[slice(*span)] = array("I", (0,)) * len(slots)
-        else:
-            for slot in slots:
-                pins[slot] -= 1
+        _add(pins, slots, -1)
         if index.deleting_count:
             self.unpinned += [slot for slot in slots if not pins[slot] and index.is_deleting(slot)]
+
+
+def _add(pins: "array[int]", slots: "array[int]", amount: int) -> None:
+    span = span_of(slots)
+    if span is not None:
+        pins[slice(*span)] = array("I", map(amount.__add__, pins[slice(*span)]))
+        return
+    for slot in slots:
+        pins[slot] += amount
