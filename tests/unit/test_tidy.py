@@ -140,13 +140,24 @@ def too_long(text: str) -> Offences:
         yield lines, f"has {lines} lines, more than {LINES_MAX}"
 
 
+def not_declared(text: str, requirements: list[str]) -> Offences:
+    """What is only there because another package needs it is gone when that package changes its mind."""
+    declared = {re.split(r"[<>=;\[ ]", spec)[0].replace("-", "_") for spec in requirements}
+    declared |= {name.partition("_")[0] for name in declared if name.startswith("opentelemetry_")}
+    for line, name in imported(text):
+        if name.split(".")[0] not in sys.stdlib_module_names | declared | set(PACKAGES):
+            yield line, f"imports {name}"
+
+
 def heavy_imports(text: str) -> Offences:
     """What runs beside a model imports the standard library, the base dependencies and its own rooms only."""
-    names = {re.split(r"[<>=;\[ ]", spec)[0] for spec in project_table()["project"]["dependencies"]}
-    light = sys.stdlib_module_names | names | set(PACKAGES)
-    for line, name in imported(text):
-        if name.split(".")[0] not in light:
-            yield line, f"imports {name}"
+    return not_declared(text, project_table()["project"]["dependencies"])
+
+
+def undeclared_imports(text: str) -> Offences:
+    """What the server imports, its extra names."""
+    project = project_table()["project"]
+    return not_declared(text, project["dependencies"] + project["optional-dependencies"]["server"])
 
 
 @cache
@@ -210,6 +221,10 @@ def test_modules_are_short() -> None:
 
 def test_what_runs_in_an_engine_is_light() -> None:
     assert offences(modules(*BASE_ROOMS), heavy_imports) == []
+
+
+def test_what_the_packages_import_is_declared() -> None:
+    assert offences(modules(*PACKAGES), undeclared_imports) == []
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:
