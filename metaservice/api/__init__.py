@@ -1,1 +1,4 @@
-"""The HTTP face of a replica: guards, decode, command, reply. No business rule lives here."""
+"""The HTTP face of the service: guards, decoding, one call of the shard, encoding.
+
+No rule of the domain lives here.
+"""

@@ -1,1 +1,4 @@
-"""Observers that `main` hands to the other rooms: metrics and spans. Nothing below imports them."""
+"""What the service tells about itself: counters for Prometheus, spans for OpenTelemetry.
+
+Nothing waits for either.
+"""

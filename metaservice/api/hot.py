@@ -1,0 +1,162 @@
+"""The routes that engines and workers call all the time, without a framework between the socket and the
+shard.
+
+`HotRoutes.answer` matches, decodes, asks the shard and encodes. Reads are answered at once, commands by a
+coroutine.
+"""
+
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from metaservice.telemetry.metrics import Metrics, RouteStats
+from metaservice.telemetry.tracing import Tracer
+
+from .decode import BodyDecoder
+from .errors import ApiError, error_of, problem_response
+from .handlers import Call, Handler, Handlers
+from .http import Answer, HttpRequest, HttpResponse
+from .media import JSON, MSGPACK, reply_is_msgpack
+from .names import unquoted
+from .port import ShardPort
+from .settings import ApiSettings
+
+log = logging.getLogger("metaservice.api")
+
+_to_json = msgspec.json.Encoder().encode
+_to_msgpack = msgspec.msgpack.Encoder().encode
+
+
+class Route:
+    """One hot route: its template, the body it reads, the handler that answers, and its statistics."""
+
+    __slots__ = ("decoder", "handler", "method", "name", "reply", "request", "stats", "template")
+
+    def __init__(
+        self,
+        method: str,
+        template: str,
+        request: type[Struct],
+        reply: type[Struct],
+        handler: Handler,
+        stats: RouteStats,
+    ) -> None:
+        self.method = method
+        self.template = template
+        self.request = request
+        self.reply = reply
+        self.decoder: BodyDecoder[Any] = BodyDecoder(request)
+        self.handler = handler
+        self.name = handler.__name__
+        self.stats = stats
+
+
+Shape = tuple[str, int, str, str]
+"""Collection, number of segments, the verb after the name, the verb after the second name."""
+
+
+class HotRoutes:
+    """All hot routes over one shard."""
+
+    def __init__(self, shard: ShardPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings) -> None:
+        self.handlers = Handlers(shard, metrics, settings)
+        self._metrics = metrics
+        self._tracer = tracer
+        self._settings = settings
+        self.routes: list[Route] = [
+            Route(method, template, request, reply, handler, metrics.route(method, template))
+            for method, template, request, reply, handler in self.handlers.table()
+        ]
+        self._by_shape: dict[Shape, dict[str, Route]] = {}
+        for route in self.routes:
+            self._by_shape.setdefault(_shape(route.template.split("/")), {})[route.method] = route
+
+    def match(self, request: HttpRequest, segments: list[str]) -> Route | None:
+        """The route of a request, None when it is not a hot one."""
+        if len(segments) < 4 or segments[1] != "v1":
+            return None
+        methods = self._by_shape.get(_shape(segments))
+        return None if methods is None else methods.get(request.method)
+
+    def methods(self, segments: list[str]) -> set[str]:
+        """The methods that hot routes have on a path."""
+        if len(segments) < 4 or segments[1] != "v1":
+            return set()
+        return set(self._by_shape.get(_shape(segments), ()))
+
+    def answer(self, request: HttpRequest, route: Route, segments: list[str]) -> Answer:
+        """The response, or a coroutine of it. Neither raises (but for cancellation)."""
+        started = self._metrics.now()
+        call = Call(request, segments)
+        try:
+            if "%" in request.path:
+                segments[3:] = map(unquoted, segments[3:])
+            if self._tracer.enabled:
+                call.span = self._tracer.start(route.name, request.traceparent)
+            # When the body cannot be read, the problem is still told in the client's own encoding.
+            call.as_msgpack = request.content_type == MSGPACK
+            if request.accept:
+                call.as_msgpack = reply_is_msgpack(request.accept, call.as_msgpack)
+            body, sent_msgpack = route.decoder.decode(request)
+            if not request.accept:
+                call.as_msgpack = sent_msgpack
+            reply = route.handler(call, body)
+            if isinstance(reply, Coroutine):
+                return self._later(call, route, started, reply)
+            response = HttpResponse(
+                200,
+                MSGPACK if call.as_msgpack else JSON,
+                _to_msgpack(reply) if call.as_msgpack else _to_json(reply),
+            )
+        except Exception as failure:
+            response = self._failed(call, failure)
+        self._account(call, route, started, response)
+        return response
+
+    async def _later(
+        self, call: Call, route: Route, started: float, work: "Coroutine[Any, Any, Struct]"
+    ) -> HttpResponse:
+        try:
+            reply = await work
+            response = HttpResponse(
+                200,
+                MSGPACK if call.as_msgpack else JSON,
+                _to_msgpack(reply) if call.as_msgpack else _to_json(reply),
+            )
+        except Exception as failure:
+            response = self._failed(call, failure)
+        self._account(call, route, started, response)
+        return response
+
+    def _failed(self, call: Call, failure: Exception) -> HttpResponse:
+        error = error_of(failure)
+        if error is None:
+            log.error(
+                "fault in %s %s (request %s)",
+                call.request.method,
+                ascii(call.request.path[:200]),
+                call.request_id,
+                exc_info=failure,
+            )
+            error = ApiError("internal", "this request met a fault of the service; its log has more")
+        if call.span is not None:
+            call.attributes["error.type"] = error.code
+        return problem_response(
+            error,
+            as_msgpack=call.as_msgpack,
+            retry_after_ms=self._settings.retry_after_ms,
+            request_id=call.request_id,
+        )
+
+    def _account(self, call: Call, route: Route, started: float, response: HttpResponse) -> None:
+        self._metrics.answered(route.stats, response.status, started)
+        if call.span is not None:
+            self._tracer.end(call.span, call.attributes, response.status)
+
+
+def _shape(segments: list[str]) -> Shape:
+    count = len(segments)
+    return segments[2], count, segments[4] if count > 4 else "", segments[6] if count > 6 else ""

@@ -1,0 +1,1 @@
+"""The routes that people, operators and the command line use."""

@@ -1,0 +1,196 @@
+"""`PUT/GET/DELETE` of what is registered, and lists of it in pages."""
+
+from base64 import b64decode, urlsafe_b64encode
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from metaservice.core import commands
+from metaservice.core.model import EvictionPolicy
+from metaservice.core.rejections import Rejection
+
+from ..documents import PROBLEM_RESPONSES, listed, viewed
+from ..errors import ApiError, error_of
+from ..models import GroupBody, InstanceBody, Name, StorageBody, TenantBody
+from ..port import ShardPort
+from ..respond import WireRoute, respond
+from ..settings import ApiSettings
+
+KINDS = {
+    "tenants": "tenant",
+    "storages": "storage",
+    "groups": "group",
+    "instances": "instance",
+    "engines": "engine",
+    "workers": "worker",
+}
+_DELETES: dict[str, Callable[[str], commands.Command]] = {
+    "tenants": lambda id: commands.DeleteTenant(tenant=id),
+    "storages": lambda id: commands.DeleteStorage(storage=id),
+    "groups": lambda id: commands.DeleteGroup(group=id),
+    "instances": lambda id: commands.DeleteInstance(instance=id),
+}
+PageSize = Annotated[
+    int, Query(ge=1, description="How many to return at most; the service may return fewer.")
+]
+PageToken = Annotated[str, Query(max_length=400, description="next_page_token of the page before.")]
+
+
+def taken(answer: Any) -> Any:
+    """The reply; a rejection is raised as what the client is told."""
+    if isinstance(answer, Rejection):
+        raise error_of(answer) or AssertionError(answer)
+    return answer
+
+
+def catalogue_routes(shard: ShardPort, settings: ApiSettings) -> APIRouter:
+    """Routes of tenants, storages, groups, instances, engines and workers."""
+    router = APIRouter(prefix="/v1", route_class=WireRoute, responses=PROBLEM_RESPONSES)
+    _puts(router, shard)
+    for kind, label in KINDS.items():
+        _reads(router, shard, settings, kind, label)
+        if kind in _DELETES:
+            _deletes(router, shard, kind, label)
+        else:
+            _leaves(router, shard, kind, label)
+    return router
+
+
+def _puts(router: APIRouter, shard: ShardPort) -> None:
+    async def put(request: Request, command: commands.Command) -> Response:
+        done = taken(await shard.submit(command))
+        created = bool(done.created)
+        headers = {"location": request.scope["path"]} if created else None
+        return respond(request, done, 201 if created else 200, headers)
+
+    @router.put("/tenants/{tenant}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    async def put_tenant(request: Request, tenant: Name, body: TenantBody) -> Response:
+        """Register a tenant or change its quota."""
+        return await put(request, commands.PutTenant(tenant=tenant, quota=body.quota.core()))
+
+    @router.put("/storages/{storage}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    async def put_storage(request: Request, storage: Name, body: StorageBody) -> Response:
+        """Register a storage or change its capacity. Kind and options stay while a group names it."""
+        command = commands.PutStorage(
+            storage=storage,
+            kind=body.kind,
+            options=body.options,
+            capacity_bytes=body.capacity_bytes,
+            fault_domain=body.fault_domain,
+        )
+        return await put(request, command)
+
+    @router.put("/groups/{group}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    async def put_group(request: Request, group: Name, body: GroupBody) -> Response:
+        """Register an instance group or change its policy. Its tenant stays."""
+        command = commands.PutGroup(
+            group=group,
+            tenant=body.tenant,
+            storages=tuple(body.storages),
+            quota=body.quota.core(),
+            high_permille=body.high_permille,
+            low_permille=body.low_permille,
+            eviction=EvictionPolicy[body.eviction],
+        )
+        return await put(request, command)
+
+    @router.put("/instances/{instance}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    async def put_instance(request: Request, instance: Name, body: InstanceBody) -> Response:
+        """Register an instance, or change its quota. The same id with another fingerprint is refused."""
+        command = commands.PutInstance(
+            instance=instance, group=body.group, fingerprint=body.fingerprint.core(), quota=body.quota.core()
+        )
+        return await put(request, command)
+
+
+def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str, label: str) -> None:
+    async def read_all(request: Request, page_size: PageSize = 100, page_token: PageToken = "") -> Response:
+        after = _after(page_token)
+        size = min(page_size, settings.page_size_max)
+        views = sorted(
+            (view for view in shard.describe(kind) if view.id > after), key=lambda view: str(view.id)
+        )
+        page = views[:size]
+        token = urlsafe_b64encode(page[-1].id.encode()).decode().rstrip("=") if len(views) > size else ""
+        return respond(request, {"items": page, "next_page_token": token})
+
+    async def read_one(request: Request, id: Annotated[Name, Path(alias=label)]) -> Response:
+        view = shard.describe_one(kind, id)
+        if view is None:
+            raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)
+        return respond(request, view)
+
+    read_all.__doc__ = f"All {kind}, by name, in pages."
+    read_one.__doc__ = f"One {label}: how it is registered, and what it uses now."
+    router.add_api_route(
+        f"/{kind}",
+        read_all,
+        methods=["GET"],
+        tags=["catalogue"],
+        name=f"list_{kind}",
+        responses={200: listed()},
+    )
+    router.add_api_route(
+        f"/{kind}/{{{label}}}",
+        read_one,
+        methods=["GET"],
+        tags=["catalogue"],
+        name=f"get_{label}",
+        responses={200: viewed()},
+    )
+
+
+def _deletes(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
+    async def delete(request: Request, id: Annotated[Name, Path(alias=label)]) -> Response:
+        taken(await shard.submit(_DELETES[kind](id)))
+        # Of an instance the blocks go first, in batches; it is gone when they are.
+        return respond(request, {"id": id}, 202 if kind == "instances" else 200)
+
+    delete.__doc__ = f"Take the {label} out of the catalogue. Refused while others depend on it."
+    status = 202 if kind == "instances" else 200
+    router.add_api_route(
+        f"/{kind}/{{{label}}}",
+        delete,
+        methods=["DELETE"],
+        tags=["catalogue"],
+        name=f"delete_{label}",
+        status_code=status,
+        responses={status: viewed()},
+    )
+
+
+def _leaves(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
+    async def leave(
+        request: Request,
+        id: Annotated[Name, Path(alias=label)],
+        incarnation: Annotated[
+            str, Query(max_length=64, description="Default: the one registered now.")
+        ] = "",
+    ) -> Response:
+        view: Any = shard.describe_one(kind, id)
+        if view is None:
+            raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)
+        command = commands.Deregister(kind=label, id=id, incarnation=incarnation or view.incarnation)
+        taken(await shard.submit(command))
+        return respond(request, {"id": id})
+
+    leave.__doc__ = f"The {label} leaves on purpose: its registration is over at once."
+    router.add_api_route(
+        f"/{kind}/{{{label}}}",
+        leave,
+        methods=["DELETE"],
+        tags=["membership"],
+        name=f"deregister_{label}",
+        responses={200: viewed()},
+    )
+
+
+def _after(page_token: str) -> str:
+    try:
+        padded = page_token + "=" * (-len(page_token) % 4)
+        return b64decode(padded.encode("ascii"), b"-_", validate=True).decode("ascii")
+    except ValueError:
+        raise ApiError("invalid_field", "this is no next_page_token of a list", "page_token") from None

@@ -1,0 +1,107 @@
+"""Switches, one block for people, and the state of the service."""
+
+import platform
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+import metaservice
+from metaservice.core import commands
+from metaservice.core.model import SwitchMode, SwitchScope
+from metaservice.wire.columns import key_of
+
+from ..documents import PROBLEM_RESPONSES, listed, viewed
+from ..errors import ApiError
+from ..models import Name, SwitchBody
+from ..port import ShardPort
+from ..respond import WireRoute, respond
+from .catalogue import taken
+
+Scope = Literal["tenant", "group", "instance", "storage"]
+WIRE_VERSION = 1
+
+
+def system_routes(shard: ShardPort) -> APIRouter:
+    """Routes of switches, blocks and status."""
+    router = APIRouter(prefix="/v1", route_class=WireRoute, responses=PROBLEM_RESPONSES)
+    _switches(router, shard)
+
+    @router.get("/instances/{instance}/blocks/{key}", tags=["blocks"], responses={200: viewed()})
+    async def get_block(
+        request: Request,
+        instance: Name,
+        key: Annotated[str, "hex text"],
+        group: Annotated[Name | None, Query(description="Attention group; default: the primary one.")] = None,
+    ) -> Response:
+        """Everything that is known of one block."""
+        info = shard.instance(instance)
+        if info is None:
+            raise ApiError("instance_unknown", "no instance of this name is registered", "instance")
+        return respond(request, taken(shard.block(instance, group, key_of(key, info.key_length, "key"))))
+
+    @router.get("/status", tags=["status"], responses={200: viewed()})
+    async def get_status(request: Request) -> Response:
+        """What this replica is, leads and has made durable; answered in every state."""
+        ready = shard.ready
+        return respond(
+            request,
+            {
+                "shard": shard.number,
+                "status": shard.status,
+                "reason": shard.reason,
+                "ready": ready,
+                "cluster": shard.cluster if ready else "",
+                "epoch": shard.epoch if ready else 0,
+                "seq": shard.durable_seq,
+                "versions": {
+                    "service": metaservice.__version__,
+                    "wire": WIRE_VERSION,
+                    "python": platform.python_version(),
+                },
+            },
+        )
+
+    return router
+
+
+def _switch(scope: SwitchScope, id: str, mode: SwitchMode, reason: str) -> dict[str, object]:
+    path = f"{scope.name}/{id}" if id else scope.name
+    return {"id": path, "scope": scope, "name": id, "mode": mode, "reason": reason}
+
+
+def _switches(router: APIRouter, shard: ShardPort) -> None:
+    async def put(request: Request, scope: SwitchScope, id: str, body: SwitchBody) -> Response:
+        command = commands.SetSwitch(scope=scope, id=id, mode=SwitchMode[body.mode], reason=body.reason)
+        taken(await shard.submit(command))
+        return respond(request, _switch(scope, id, SwitchMode[body.mode], body.reason))
+
+    def get(request: Request, scope: SwitchScope, id: str) -> Response:
+        found = shard.describe_one("switches", f"{scope.name}/{id}" if id else scope.name)
+        return respond(request, found or _switch(scope, id, SwitchMode.normal, ""))
+
+    @router.get("/switches", tags=["switches"], responses={200: listed()})
+    async def list_switches(request: Request) -> Response:
+        """All switches that are not normal."""
+        return respond(request, {"items": shard.describe("switches"), "next_page_token": ""})
+
+    @router.put("/switches/cluster", tags=["switches"], responses={200: viewed()})
+    async def put_cluster_switch(request: Request, body: SwitchBody) -> Response:
+        """Set the switch of the whole cluster."""
+        return await put(request, SwitchScope.cluster, "", body)
+
+    @router.get("/switches/cluster", tags=["switches"], responses={200: viewed()})
+    async def get_cluster_switch(request: Request) -> Response:
+        """The switch of the whole cluster."""
+        return get(request, SwitchScope.cluster, "")
+
+    @router.put("/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
+    async def put_switch(request: Request, scope: Scope, id: Name, body: SwitchBody) -> Response:
+        """Set the switch of a tenant, group, instance or storage."""
+        return await put(request, SwitchScope[scope], id, body)
+
+    @router.get("/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
+    async def get_switch(request: Request, scope: Scope, id: Name) -> Response:
+        """The switch of a tenant, group, instance or storage."""
+        return get(request, SwitchScope[scope], id)
