@@ -29,6 +29,7 @@ COMMANDS_PER_BATCH_MAX = 1_024
 KEYS_PER_BATCH_MAX = 65_536
 QUEUE_MAX = 8_192
 TICK_MS = 100
+TICK_LATE_MS_MAX = 1_000
 RETRY_MS = 500
 
 Waiting = tuple[cmd.Command, "asyncio.Future[Any]"]
@@ -104,12 +105,12 @@ class Sequencer:
                 wait_s = tick_s + TICK_MS / 1000 - self._now_s()
                 if not self._queue and not self._stopping and wait_s > 0:
                     await self._sleep(wait_s)
-                late_s = self._now_s() - tick_s - TICK_MS / 1000
-                ticking = late_s >= 0
-                if ticking:
-                    self._observer.loop_lag(late_s * 1000)
-                    tick_s = self._now_s()
                 batch = self._gather()
+                late_ms = (self._now_s() - tick_s) * 1000 - TICK_MS
+                # renewals that wait behind a slow append come before the tick that would expire their sessions
+                ticking = late_ms >= 0 and (not self._queue or late_ms > TICK_LATE_MS_MAX)
+                if ticking:
+                    tick_s = self._now_s()
                 if batch or ticking:
                     await self._run_batch(batch, ticking)
                 elif self._stopping:

@@ -106,6 +106,7 @@ class Shard:
             log.error("snapshot %s was passed over: %s", fault.location, fault.reason)
         await self._build()
         self._tasks.append(asyncio.create_task(self._lead(), name=f"shard-{self.number}"))
+        self._tasks.append(asyncio.create_task(self._watch_loop()))
         if self._snapshots is not None:
             self._tasks.append(asyncio.create_task(self._keep_snapshots(self._snapshots)))
         while not self.ready:
@@ -130,6 +131,7 @@ class Shard:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     async def _build(self) -> None:
+        gc.unfreeze()  # of a state that was thrown away before
         machine: Machine = await self._in_thread(replay, self._journal, self.number, self.limits)
         if not machine.state.cluster:
             machine.state.cluster = self._new_cluster()
@@ -167,6 +169,12 @@ class Shard:
             log.error("state thrown away, rebuilding from the journal: %s", reason)
             await asyncio.sleep(pause_ms / 1000)
             pause_ms = min(2 * pause_ms, REBUILD_PAUSE_MS_MAX)
+
+    async def _watch_loop(self) -> None:
+        while True:
+            started_s = self._clock.now_s()
+            await asyncio.sleep(TICK_MS / 1000)
+            self._observer.loop_lag((self._clock.now_s() - started_s) * 1000 - TICK_MS)
 
     async def _keep_snapshots(self, keeper: SnapshotKeeper) -> None:
         while True:
