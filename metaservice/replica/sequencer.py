@@ -107,7 +107,7 @@ class Sequencer:
                     await self._sleep(wait_s)
                 batch = self._gather()
                 late_ms = (self._now_s() - tick_s) * 1000 - TICK_MS
-                # renewals that wait behind a slow append come before the tick that would expire their sessions
+                # renewals that wait behind a slow append come before the tick that would expire sessions
                 ticking = late_ms >= 0 and (not self._queue or late_ms > TICK_LATE_MS_MAX)
                 if ticking:
                     tick_s = self._now_s()
