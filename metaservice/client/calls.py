@@ -112,7 +112,7 @@ class Call(Generic[T]):
 
 def name(value: str, field: str) -> str:
     """A name that goes into a path: anything else could name another route."""
-    if type(value) is not str or not checks.NAME.match(value):
+    if type(value) is not str or not checks.is_name(value):
         raise CallFailed(INVALID_REQUEST, f"{field} is not a name", field=field)
     return value
 

@@ -7,6 +7,7 @@ here, before any result exists. All functions raise CallFailed(protocol).
 import re
 import sys
 from array import array
+from functools import lru_cache
 from typing import Any
 
 from metaservice.wire.schemas import NAME_PATTERN, Located, PartRef, StorageRef
@@ -21,6 +22,12 @@ _SWAP = sys.byteorder == "big"
 _SIZE = {"Q": 8, "I": 4, "H": 2}
 _LOCATION_BYTE_6 = bytes(range(16))
 """Locations fit in 52 bits: of their 8 little-endian bytes the last is 0 and the one before is below 16."""
+
+
+@lru_cache(maxsize=4096)
+def is_name(value: str) -> bool:
+    """Whether it is a name as the service makes them; it may then stand in a path or a file's name."""
+    return bool(NAME.match(value))
 
 
 def lying(what: str) -> CallFailed:
@@ -69,7 +76,7 @@ def locations(value: Any, rows: int, field: str = "locations") -> "array[int]":
 def generations(value: Any, rows: int, field: str = "generations") -> "array[int]":
     """Generations, all from 1."""
     column = numbers(value, "I", rows, field)
-    if b"\0\0\0\0" in value and 0 in column:  # the first test is much cheaper and nearly always enough
+    if b"\0" in value[0::4] and 0 in column:  # the first test is much cheaper and nearly always enough
         raise lying(f"{field}: 0 is no generation")
     return column
 
@@ -79,21 +86,21 @@ def parts(value: list[PartRef]) -> list[PartRef]:
     if not value:
         raise lying("parts: none")
     for part in value:
-        if not NAME.match(part.name) or part.bytes < 1:
+        if not is_name(part.name) or part.bytes < 1:
             raise lying("parts: not a name, or without bytes")
     return value
 
 
 def storage(value: StorageRef) -> StorageRef:
     """A storage with a name and a kind."""
-    if not NAME.match(value.name) or not NAME.match(value.kind):
+    if not is_name(value.name) or not is_name(value.kind):
         raise lying("storage: not a name")
     return value
 
 
 def cluster(value: str) -> str:
     """The cluster's name, which stands in places."""
-    if not NAME.match(value):
+    if not is_name(value):
         raise lying("cluster: not a name")
     return value
 
@@ -101,7 +108,8 @@ def cluster(value: str) -> str:
 def storages(value: Any, rows: int, table: list[StorageRef]) -> "array[int]":
     """Indexes into the table of storages."""
     column = numbers(value, "H", rows, "storages")
-    if rows and max(column) >= len(table):
+    # Nearly always it is one storage; that is seen at once.
+    if rows and not (table and not value.strip(b"\0")) and max(column) >= len(table):
         raise lying("storages: an index outside the table")
     for row in table:
         storage(row)

@@ -186,7 +186,7 @@ class TakeTasks(Call[TasksResult]):
     def _task(task: WireTask, sent_ms: int) -> DeleteTask:
         if type(task.locations) is not bytes or not task.parts:
             raise lying("tasks: without locations or parts")
-        if not all(map(checks.NAME.match, task.parts)):
+        if not all(map(checks.is_name, task.parts)):
             raise lying("tasks: parts are not names")
         rows = len(task.locations) // 8
         ttl_ms = between(task.ttl_ms, 1, _TTL_MS_MAX, "ttl_ms")
