@@ -1,1 +1,1 @@
-"""What travels between service and clients: schemas and problem codes. Light, shared by `api` and `client`."""
+"""What travels between service and clients: schemas and problem codes. Shared by `api` and `client`."""
