@@ -59,7 +59,7 @@ bench: $(VENV)/.ready-dev ## Measure the service over the wire and print a table
 .PHONY: lint
 lint: $(VENV)/.ready-dev ## Check style, types and the import contracts
 	@$(BIN)/ruff check --quiet --output-format concise .
-	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo "lint: 'make format' formats these" >&2; exit 1; }
+	@$(BIN)/ruff format --quiet --check --output-format concise . || { echo "'make format' formats these" >&2; exit 1; }
 	@$(BIN)/mypy
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
