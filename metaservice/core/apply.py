@@ -356,7 +356,7 @@ def _retire(state: State, memory: Memory, slots: "array[int]", not_before_ms: in
             offer(index, table, (leaf,))
     for slot in slots:
         state.deleting[slot] = not_before_ms
-    memory.deletions.queue(slots, not_before_ms)
+    memory.undeleted.append((state.seq, slots, not_before_ms))
     for table, storage, count in _by_table_and_storage(state, slots):
         for usage in (*state.scopes(state.instances[table.instance]), storage.usage):
             usage.bytes -= count * table.size_bytes

@@ -24,6 +24,9 @@ class Memory:
         self.deletions = Deletions(state.index, limits, state.shard)
         self.unrevealed: deque[tuple[int, array[int]]] = deque()
         """(seq of the publishing event, slots): serving, and visible once that seq is durable."""
+        self.undeleted: deque[tuple[int, array[int], int]] = deque()
+        """(seq of the removing event, slots, not before): bytes may go once that seq is durable, and not before: a
+        removal that a crash undoes must find its bytes."""
         self.session_deadlines: list[tuple[int, int]] = []
         self.beats: dict[tuple[str, str], int] = {}
         """(kind, id) -> when it was last heard of."""
@@ -50,9 +53,12 @@ class Memory:
                 self.touched[slot] = now_ms
 
     def reveal(self, durable_seq: int) -> None:
-        """Everything published up to this seq is durable: readers may see it."""
+        """Everything up to this seq is durable: readers may see what it published, bytes it removed may go."""
         while self.unrevealed and self.unrevealed[0][0] <= durable_seq:
             self.state.index.reveal(self.unrevealed.popleft()[1])
+        while self.undeleted and self.undeleted[0][0] <= durable_seq:
+            _, slots, not_before_ms = self.undeleted.popleft()
+            self.deletions.queue(slots, not_before_ms)
 
     def watch_session(self, number: int, deadline_ms: int) -> None:
         """The session's deadline is (now) this."""

@@ -37,5 +37,5 @@ def replay(journal: JournalReader, shard: int, limits: Limits) -> Machine:
             )
         for event in events:
             machine.apply(event)
-    machine.mark_durable(machine.seq)
+        machine.mark_durable(machine.seq)
     return machine

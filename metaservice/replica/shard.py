@@ -88,6 +88,7 @@ class Shard:
         self._sequencer: Sequencer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._closed = False
         self._instances: dict[str, InstanceInfo] = {}
 
     # ------------------------------------------------------------ life
@@ -123,8 +124,10 @@ class Shard:
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._in_thread(self._journal.close)
-        self._thread.shutdown()
+        if not self._closed:
+            self._closed = True
+            await self._in_thread(self._journal.close)
+            self._thread.shutdown()
         self.status, self.reason = "stopped", "shut down"
 
     async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
