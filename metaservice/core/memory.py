@@ -25,8 +25,8 @@ class Memory:
         self.unrevealed: deque[tuple[int, array[int]]] = deque()
         """(seq of the publishing event, slots): serving, and visible once that seq is durable."""
         self.undeleted: deque[tuple[int, array[int], int]] = deque()
-        """(seq of the removing event, slots, not before): bytes may go once that seq is durable, and not before: a
-        removal that a crash undoes must find its bytes."""
+        """(seq of the removing event, slots, not before): bytes may go once that seq is durable, and not
+        before: a removal that a crash undoes must find its bytes."""
         self.session_deadlines: list[tuple[int, int]] = []
         self.beats: dict[tuple[str, str], int] = {}
         """(kind, id) -> when it was last heard of."""
@@ -53,7 +53,8 @@ class Memory:
                 self.touched[slot] = now_ms
 
     def reveal(self, durable_seq: int) -> None:
-        """Everything up to this seq is durable: readers may see what it published, bytes it removed may go."""
+        """Everything up to this seq is durable: readers may see what it published, bytes it removed may
+        go."""
         while self.unrevealed and self.unrevealed[0][0] <= durable_seq:
             self.state.index.reveal(self.unrevealed.popleft()[1])
         while self.undeleted and self.undeleted[0][0] <= durable_seq:
