@@ -1,0 +1,72 @@
+"""The commands of `ucm-meta`. Each is handed to the program that does it; what they need is imported when
+they run, so that `--help` and `version` answer at once."""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import metaservice
+
+app = typer.Typer(
+    name="ucm-meta",
+    help="The metadata service that knows every KV block of an inference fleet.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Options of these commands belong to the program behind them, which also answers `--help`."""
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Run the service. Its options: ucm-meta serve --help"""
+    from metaservice import main as service  # noqa: PLC0415
+
+    raise typer.Exit(service.main(["serve", *context.args]))
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def worker(context: typer.Context) -> None:
+    """Run a data-plane worker, which deletes and sweeps. Its options: ucm-meta worker --help"""
+    _become("dataplane.worker", context.args)
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def demo(context: typer.Context) -> None:
+    """Engines share a cache through the service, two parts are killed. Its options: ucm-meta demo --help"""
+    module = "engine_adapters.replay.demo"
+    if not sys.stdout.isatty() or {"--help", "-h", "--events"} & set(context.args):
+        _become(module, context.args)
+    from metaservice.cli.demo_screen import run_drawn  # noqa: PLC0415
+
+    raise typer.Exit(run_drawn([sys.executable, "-m", module, *context.args, "--events"]))
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Option(help="Where the service is.", envvar="UCM_URL")
+    ] = "http://127.0.0.1:8600",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a running service is, holds and hears from."""
+    from metaservice.cli import status as command  # noqa: PLC0415
+
+    raise typer.Exit(command.show(url, as_json=json))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(metaservice.__version__)
+
+
+def _become(module: str, args: list[str]) -> NoReturn:
+    """Go on as another program of this installation, under the same process id: signals reach it directly."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606 - no shell, and that is meant
