@@ -40,6 +40,50 @@ class Config(Struct, kw_only=True, frozen=True):
     limits: Limits = field(default_factory=Limits)
 
 
+_TEXT = {
+    "data": "directory of the journal and its snapshots; made when it is not there",
+    "host": "address to bind",
+    "port": "port to bind; 0 finds one",
+    "allow_remote": "bind an address that other machines can reach, although there are no credentials yet",
+    "journal": "sqlite, or memory (forgets everything at exit)",
+    "ready_file": "written once the service answers: JSON with host, port and pid",
+    "snapshot_batches": "cut a snapshot when the journal has grown by so many batches",
+    "snapshot_bytes": "cut a snapshot when the journal has grown by so many bytes",
+    "otlp_endpoint": "OTLP/HTTP URL for spans; without it tracing is off",
+    "trace_ratio": "share of requests that are traced",
+    "drain_ms": "on SIGTERM: how long requests are still taken after readiness fell",
+    "grace_ms": "on SIGTERM: how long requests in progress may take to end",
+    "log_level": "debug, info, warning or error",
+}
+_LIMIT_TEXT = {
+    "keys_per_request_max": "keys that one request may name",
+    "write_ttl_ms_min": "shortest deadline a write session may ask for",
+    "write_ttl_ms_max": "longest deadline a write session may ask for",
+    "lease_ms_min": "shortest read lease",
+    "sessions_max": "write sessions open at once",
+    "leases_max": "read leases held at once",
+    "registered_max": "tenants, storages, groups, instances, engines, workers: so many of each",
+    "ended_leases_max": "ended read leases that are still told apart from unknown ones",
+    "ended_tasks_max": "ended deletion tasks that may still be confirmed",
+    "hot_summary_ms": "how often what is hot is journaled for the next leader",
+    "hot_summary_max": "blocks in one such summary",
+    "task_retry_ms": "pause before a failed deletion is handed out again",
+    "parts_max": "parts of a block in one attention group (64 at most)",
+    "groups_max": "attention groups of an instance",
+    "evict_batch_max": "blocks evicted for a watermark in one tick",
+    "retire_batch_max": "blocks removed from a retiring instance in one tick",
+    "write_ttl_ms_default": "deadline of a write session that asks for none",
+    "lease_ms_max": "longest read lease; after a take-over nothing is deleted for so long",
+    "reclaim_delay_ms": "from the end of a block's service to the deletion of its bytes",
+    "late_write_ms": "how long after its session ended a writer may still be writing",
+    "task_ttl_ms": "a deletion task that is not confirmed for so long goes to another worker",
+    "heartbeat_ms": "how often engines and workers are asked to be heard",
+    "suspect_ms": "silence after which a member is suspect",
+    "expire_ms": "silence after which a member is expired",
+    "forget_ms": "an expired member is forgotten after so long",
+    "high_permille": "high watermark of tenants and storages, in thousandths of their limit",
+    "low_permille": "low watermark of tenants and storages, in thousandths of their limit",
+}
 _JOURNALS = ("sqlite", "memory")
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -70,8 +114,13 @@ def check(config: Config) -> None:
             raise ConfigError(
                 f"{_flag(small)} ({low}) and {_flag(large)} ({high}) clash: {product} > {high}, but {why}"
             )
+    if limits.parts_max > 64:
+        raise ConfigError(f"{_flag('parts_max')} is {limits.parts_max}; a part mask holds 64")
     if limits.high_permille > 1000:
         raise ConfigError(f"{_flag('high_permille')} is {limits.high_permille}; 1000 is the whole limit")
+    for name, least in (("snapshot_batches", 1), ("snapshot_bytes", 1), ("drain_ms", 0), ("grace_ms", 1)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"{_flag(name)} is {getattr(config, name)}; it has to be {least} or more")
     if not 0 <= config.port <= 65_535:
         raise ConfigError(f"--port is {config.port}; expected 0..65535")
     if config.journal not in _JOURNALS:
@@ -87,16 +136,16 @@ def parse(arguments: list[str]) -> Config:
     parser = argparse.ArgumentParser(
         prog="ucm-meta serve",
         description="Run the metadata service on an embedded journal.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=140),
         allow_abbrev=False,
     )
     defaults = Config(data=Path("ucm-data"))
     for name in Config.__struct_fields__:
         if name != "limits":
-            _add(parser, name, getattr(defaults, name))
+            _add(parser, name, getattr(defaults, name), _TEXT[name])
     bounds = parser.add_argument_group("limits and timing of the core")
     for name in Limits.__struct_fields__:
-        _add(bounds, name, getattr(defaults.limits, name))
+        _add(bounds, name, getattr(defaults.limits, name), _LIMIT_TEXT[name])
     parsed = vars(parser.parse_args(arguments))
     limits = Limits(**{name: parsed.pop(name) for name in Limits.__struct_fields__})
     config = Config(**parsed, limits=limits)
@@ -104,18 +153,15 @@ def parse(arguments: list[str]) -> Config:
     return config
 
 
-def _add(parser: Any, name: str, default: object) -> None:
+def _add(parser: Any, name: str, default: object, text: str) -> None:
     if isinstance(default, bool):
-        parser.add_argument(_flag(name), action="store_true", default=default, help=" ")
-    else:
-        kind = Path if name in ("data", "ready_file") else type(default)
-        parser.add_argument(
-            _flag(name),
-            type=kind,
-            default=default,
-            metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
-            help=" ",
-        )
+        parser.add_argument(_flag(name), action="store_true", default=default, help=text)
+        return
+    kind = Path if name in ("data", "ready_file") else type(default)
+    shown = f"{text} (default: {default})" if default not in (None, "") else text
+    parser.add_argument(
+        _flag(name), type=kind, default=default, metavar=name.rsplit("_", maxsplit=1)[-1].upper(), help=shown
+    )
 
 
 def _flag(name: str) -> str:

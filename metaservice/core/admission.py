@@ -143,6 +143,8 @@ def _place(
                 extra = min(left, room - took)
                 placed[storage] = took + extra
                 left -= extra
+        if plan is not None:
+            plan.close()
     if not left:
         return list(placed.items()), RefusedReason.none
     backlog = any(overdue.get(storage.number) for storage in usable)
@@ -184,7 +186,7 @@ def watermark_victims(state: State, memory: Memory, count_max: int) -> list[int]
             blocks -= 1
             size -= state.index.tables[state.index.table[victim]].size_bytes
             freed.add(victim)
-    plan.close()
+        plan.close()
     return plan.victims
 
 

@@ -49,6 +49,8 @@ class Deletions:
         self._shard = shard
         self._queue: dict[int, list[tuple[int, int]]] = {}
         self._leased: set[int] = set()
+        self._handed: set[int] = set()
+        """Slots in the hands of a worker now."""
         self._open: OrderedDict[str, Handed] = OrderedDict()
         self._ended: OrderedDict[str, Handed] = OrderedDict()
         self._next = 1
@@ -84,7 +86,8 @@ class Deletions:
             queue = self._queue.get(number, [])
             while queue and queue[0][0] <= now_ms and limit > 0:
                 slot = heappop(queue)[1]
-                if self._index.state[slot] != DELETING:
+                # An entry may be of an earlier use of the slot, which replay never took out.
+                if state.deleting.get(slot, now_ms + 1) > now_ms or slot in self._handed:
                     continue
                 if self._index.pins[slot]:
                     self._leased.add(slot)
@@ -104,6 +107,7 @@ class Deletions:
         """The task is answered; what failed is offered again a little later."""
         if self._open.pop(task.name, None) is not None:
             self._keep(task)
+            self._handed.difference_update(task.slots)
         self.queue(failed, now_ms + self._limits.task_retry_ms)
 
     def gone(self, slots: Iterable[int]) -> None:
@@ -113,6 +117,7 @@ class Deletions:
             if late is not None:
                 self.overdue_bytes[self._index.storage[slot]] -= late
             self._leased.discard(slot)
+            self._handed.discard(slot)
 
     def expire(self, now_ms: int) -> int:
         """Take back what was not confirmed in time, so that another worker gets it. Returns how many
@@ -122,6 +127,7 @@ class Deletions:
         for task in late:
             del self._open[task.name]
             self._keep(task)
+            self._handed.difference_update(task.slots)
             again = [
                 slot
                 for slot, generation in zip(task.slots, task.generations, strict=True)
@@ -141,6 +147,7 @@ class Deletions:
     ) -> Task:
         name = task_name(self._shard, state.epoch, self._next)
         self._next += 1
+        self._handed.update(slots)
         column = array("I", slots)
         generations = array("I", [self._index.generation[slot] for slot in slots])
         ttl_ms = self._limits.task_ttl_ms

@@ -70,7 +70,8 @@ class Plan:
         return slot
 
     def close(self) -> None:
-        """Put candidates back that were looked at but may not go now. Call once, when no more is picked."""
+        """Put candidates back that were looked at but may not go now. Call when no more is picked, and before
+        picking from other tables or another storage: what may not go there may go here."""
         for table, entry in self._aside:
             heappush(table.heap, entry)
         self._aside.clear()

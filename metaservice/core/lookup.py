@@ -181,27 +181,28 @@ def _window_found(
 def _each(state: State, instance: Instance, table: Table, command: Lookup) -> Looked:
     keys = command.keys
     found, flags = state.index.visible_of(table, keys)
-    barred: Switched | None = None
+    column = bytearray(flags)
     if _any_bypassed(state):
-        column = bytearray(flags)
         for row, slot in enumerate(found):
-            if column[row] and slot is not None and (held := _storage_switch(state, slot)) is not None:
+            if column[row] and slot is not None and _storage_switch(state, slot) is not None:
                 column[row] = 0
-                barred = held
-        flags = bytes(column)
-    cut = "none" if flags.count(1) == len(keys) else "switch" if barred is not None else "miss"
-    if command.limit is not None and flags.count(1) > command.limit:
-        column, left = bytearray(flags), command.limit
-        for row, flag in enumerate(flags):
+    allowed = len(keys) if command.limit is None else command.limit
+    if column.count(1) > allowed:
+        for row, flag in enumerate(column):
             if flag:
-                column[row] = left > 0
-                left -= 1
-        flags, cut, barred = bytes(column), "limit", None
-    slots = [slot for slot, flag in zip(found, flags, strict=True) if flag and slot is not None]
-    first_zero = flags.find(0)
+                column[row] = allowed > 0
+                allowed -= 1
+    slots = [slot for slot, flag in zip(found, column, strict=True) if flag and slot is not None]
+    cut, cut_at, barred = "none", column.find(0), None
+    if cut_at < 0:
+        cut_at = len(keys)
+    else:
+        first = found[cut_at]
+        barred = _storage_switch(state, first) if flags[cut_at] and first is not None else None
+        cut = "miss" if not flags[cut_at] else "switch" if barred is not None else "limit"
     return Looked(
-        command.mode, len(keys), len(slots), 0, cut, first_zero if first_zero >= 0 else len(keys),
-        table.group.name, barred, hit=flags, located=_located(state, slots),
+        command.mode, len(keys), len(slots), 0, cut, cut_at, table.group.name, barred,
+        hit=bytes(column), located=_located(state, slots),
     )  # fmt: skip
 
 

@@ -58,16 +58,15 @@ def find_cycle(
             clear |= path
     if table.primary and table.pending:
         index, slots = state.index, table.slots
-        for key in wanted.keys() & table.pending.keys():
+        for key in sorted(wanted.keys() & table.pending.keys()):
             at = wanted[key]
-            while at is not None:
+            seen: set[bytes] = set()
+            while at is not None and at not in seen:
                 if at == key:
                     return Rejection(
                         "parent_cycle", "the block is its own ancestor", f"keys[{keys.index(key)}]"
                     )
-                if at in wanted:
-                    at = wanted[at]
-                    continue
-                slot = slots.get(at)
-                at = None if slot is None else index.parent[slot]
+                seen.add(at)
+                slot = slots.get(at)  # of a block that is there, the recorded parent is the true one
+                at = wanted.get(at) if slot is None else index.parent[slot]
     return None
