@@ -1,0 +1,134 @@
+"""Settings of `serve`: allowed defaults, checked laws, and messages that name flags and numbers."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from metaservice.config import Config, ConfigError, check, parse
+from metaservice.core.model import Limits
+
+
+def config_with(**limits: int) -> Config:
+    return Config(data=Path("d"), limits=Limits(**limits))
+
+
+def test_defaults_are_allowed_and_bind_loopback() -> None:
+    config = parse([])
+    check(config)
+    assert (config.host, config.port, config.allow_remote) == ("127.0.0.1", 8600, False)
+    assert config.journal == "sqlite"
+    assert config.limits == Limits()
+
+
+def test_every_setting_has_a_flag() -> None:
+    flags: list[str] = []
+    for name in Config.__struct_fields__:
+        if name == "allow_remote":
+            flags.append("--allow-remote")
+        elif name != "limits":
+            value = {"journal": "memory", "log_level": "debug", "trace_ratio": "0.5"}.get(name, "7")
+            flags += ["--" + name.replace("_", "-"), value]
+    config = parse(flags)
+    assert config.allow_remote is True
+    assert (config.data, config.ready_file, config.journal) == (Path("7"), Path("7"), "memory")
+    assert (config.port, config.snapshot_batches, config.snapshot_bytes, config.trace_ratio) == (7, 7, 7, 0.5)
+    assert (config.drain_ms, config.grace_ms, config.log_level, config.host) == (7, 7, "debug", "7")
+
+
+@pytest.mark.parametrize("name", Limits.__struct_fields__)
+def test_every_limit_has_a_flag_and_a_lower_bound(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    value = getattr(Limits(), name)
+    assert getattr(parse([flag, str(value)]).limits, name) == value
+    with pytest.raises(ConfigError, match=flag):
+        parse([flag, "-1"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "flags", "numbers"),
+    [
+        ({"heartbeat_ms": 3_001}, ("--heartbeat-ms", "--suspect-ms"), ("2 * 3001", "6000")),
+        ({"suspect_ms": 16_000}, ("--suspect-ms", "--expire-ms"), ("16000", "15000")),
+        (
+            {"write_ttl_ms_default": 500},
+            ("--write-ttl-ms-min", "--write-ttl-ms-default"),
+            ("1000", "500"),
+        ),
+        (
+            {"write_ttl_ms_max": 20_000},
+            ("--write-ttl-ms-default", "--write-ttl-ms-max"),
+            ("30000", "20000"),
+        ),
+        ({"lease_ms_min": 70_000}, ("--lease-ms-min", "--lease-ms-max"), ("70000", "60000")),
+        ({"low_permille": 960}, ("--low-permille", "--high-permille"), ("960", "950")),
+        ({"high_permille": 1_001}, ("--high-permille",), ("1001", "1000")),
+        ({"evict_batch_max": 20_000}, ("--evict-batch-max", "--keys-per-request-max"), ("20000", "16384")),
+    ],
+)
+def test_timing_laws_are_asserted_with_their_numbers(
+    limits: dict[str, int], flags: tuple[str, ...], numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(config_with(**limits))
+    for text in (*flags, *numbers):
+        assert text in str(raised.value)
+
+
+def test_c2_heartbeats_slower_than_half_the_expiry_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"2 \* 5000 > 9999"):
+        parse(["--heartbeat-ms", "5000", "--suspect-ms", "9999", "--expire-ms", "9999"])
+    assert parse(["--heartbeat-ms", "5000", "--suspect-ms", "10000", "--expire-ms", "10000"])
+
+
+def test_bounds_that_meet_exactly_are_allowed() -> None:
+    check(config_with(heartbeat_ms=3_000, suspect_ms=6_000, expire_ms=6_000))
+    check(config_with(reclaim_delay_ms=0, late_write_ms=0))
+    check(config_with(write_ttl_ms_min=30_000, lease_ms_min=60_000))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "65536"], "--port is 65536; expected 0..65535"),
+        (["--journal", "etcd"], "--journal is 'etcd'; expected one of sqlite, memory"),
+        (["--log-level", "loud"], "--log-level is 'loud'"),
+        (["--trace-ratio", "0"], "--trace-ratio is 0.0"),
+        (["--trace-ratio", "1.5"], "--trace-ratio is 1.5"),
+        (["--trace-ratio", "nan"], "--trace-ratio is nan"),
+        (["--snapshot-batches", "0"], "--snapshot-batches is 0"),
+        (["--snapshot-bytes", "-5"], "--snapshot-bytes is -5"),
+        (["--drain-ms", "-1"], "--drain-ms is -1"),
+        (["--grace-ms", "0"], "--grace-ms is 0"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(flags)
+    assert message in str(raised.value)
+
+
+def test_a_flag_nobody_knows_and_a_flag_cut_short_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--nonsense", "1"], ["--snapshot-batch", "5"], ["--port", "many"]):
+        with pytest.raises(SystemExit) as raised:
+            parse(flags)
+        assert raised.value.code == 2
+        assert flags[0] in capsys.readouterr().err
+
+
+def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(["--help"])
+    assert raised.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in (*Config.__struct_fields__, *Limits.__struct_fields__):
+        assert name == "limits" or "--" + name.replace("_", "-") in shown
+    assert shown.count("default: ") >= len(Limits.__struct_fields__) + 8
+    assert "20000" in shown
+
+
+def test_a_config_does_not_change() -> None:
+    config = parse([])
+    with pytest.raises(AttributeError):
+        config.port = 1  # type: ignore[misc]
+    assert replace(config, port=1).port == 1
