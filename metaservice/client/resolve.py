@@ -67,7 +67,7 @@ class Resolver:
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
             addresses: list[Address] = [(family, str(at[0]), int(at[1])) for family, _, _, _, at in found]
-        except (OSError, UnicodeError) as error:
+        except Exception as error:  # whatever it is, somebody waits for the answer
             self._finish(_AGAIN_MS)
             pending.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
         else:

@@ -1,0 +1,556 @@
+"""Background renewal: heartbeats, leases and write sessions, in a thread and in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any
+
+import msgspec
+import pytest
+
+from metaservice.client import Client, ClientConfig, Registration
+from metaservice.client.config import Keepalive
+from metaservice.client.hosts import ProcessHost
+from metaservice.wire.schemas import LeaseOutcome
+from tests.unit.client_peers import Peer, Request, answer_to, good, http, peer, problem, resetting
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+KEYS = [bytes([n]) * 16 for n in range(1, 9)]
+modes = pytest.mark.parametrize("mode", ["thread", "process"])
+either = pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+"""Both work alike here; the second one takes longer to start."""
+
+
+def eventually(check: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until `check` is true."""
+    until = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def client_for(one: Peer, **changes: Any) -> Client:
+    return Client(ClientConfig(**{"url": one.url, "timeout_ms": 1_000, **changes}))
+
+
+def got(one: Peer, verb: str) -> list[Request]:
+    return [request for request in list(one.requests) if request.verb == verb]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def keeper_of(client: Client) -> ProcessHost:
+    host = client._calling.keeps._host
+    assert isinstance(host, ProcessHost)
+    return host
+
+
+def join(client: Client, one: Peer, mode: Keepalive) -> Registration:
+    """Register, and wait until the keeper runs: a process takes a moment to start."""
+    registration = client.register_engine("e", keepalive=mode)
+    eventually(lambda: got(one, "heartbeat"))
+    return registration
+
+
+class Leases:
+    """A service that knows the leases given and lets them expire, and remembers every renewal."""
+
+    def __init__(self) -> None:
+        self.deadlines_s: dict[str, float] = {}
+        self.given = 0
+        self.broken: list[str] = []
+        self._lock = Lock()
+
+    def __call__(self, request: Request) -> None:
+        fields = answer_to(request)
+        asked = request.fields
+        now = time.monotonic()
+        with self._lock:
+            if request.verb == "lookup" and asked["lease_ms"]:
+                self.given += 1
+                fields["lease"] = f"r-0-1-{self.given}"
+                self.deadlines_s[fields["lease"]] = now + asked["lease_ms"] / 1_000
+            elif request.verb == "renew" and "/leases/" in request.line:
+                outcomes = []
+                for lease in fields["leases"]:
+                    if self.deadlines_s.get(lease, 0) > now:
+                        self.deadlines_s[lease] = now + asked["ttl_ms"] / 1_000
+                        outcomes.append(LeaseOutcome.renewed)
+                    else:
+                        self.broken.append(lease)
+                        outcomes.append(LeaseOutcome.expired)
+                fields["outcomes"] = bytes(outcomes)
+        request.send(http(msgspec.msgpack.encode(fields)))
+
+
+@modes
+def test_heartbeats_go_on_without_any_call_and_with_jitter(mode: Keepalive) -> None:
+    """C1, C2: an engine that only sits there stays registered."""
+    with peer(good) as one, client_for(one) as client:
+        registration = client.register_engine("e", keepalive=mode)
+        assert registration.active and registration.heartbeat_ms == 100
+        eventually(lambda: len(got(one, "heartbeat")) >= 12)
+        beats = got(one, "heartbeat")
+    assert {beat.fields["incarnation"] for beat in beats} == {registration.incarnation}
+    gaps_ms = [(b.at_s - a.at_s) * 1_000 for a, b in pairwise(beats)]
+    assert min(gaps_ms) > 60
+    assert sorted(gaps_ms)[len(gaps_ms) // 2] < 160
+    assert len({round(gap / 2) for gap in gaps_ms}) > 3, f"no jitter: {gaps_ms}"
+    assert len({beat.connection for beat in beats}) == 1
+    assert registration.lost == 0
+
+
+@modes
+def test_b3_leases_are_renewed_together_and_kept_until_released(mode: Keepalive) -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one) as client:
+        join(client, one, mode)
+        leases = [client.lookup("i", KEYS, lease_ms=500, renew=True).lease or "" for _ in range(50)]
+        began = time.monotonic()
+        time.sleep(1.2)
+        assert service.broken == []
+        assert all(client.held(lease) for lease in leases)
+        renewals = got(one, "renew")
+        kept_s = time.monotonic() - began
+        released = client.release(leases[:49])
+        assert released.failure is None
+        assert not client.held(leases[0])
+        time.sleep(0.1)
+        before = len(got(one, "renew"))
+        time.sleep(0.4)
+        later = got(one, "renew")[before:]
+    assert {lease for request in later for lease in named(request)} == {leases[49]}
+    rounds = kept_s / (0.4 * 0.8 * 0.5)
+    assert len(renewals) <= 3 * rounds, "many leases, few calls"
+    assert max(len(named(request)) for request in renewals) >= 10
+
+
+def named(request: Request) -> list[str]:
+    return [request.line.split("/")[3], *request.fields.get("also", [])]
+
+
+@either
+def test_write_sessions_are_renewed_until_finished(mode: Keepalive) -> None:
+    def short(request: Request) -> None:
+        fields = answer_to(request)
+        if request.verb == "writes":
+            fields["ttl_ms"] = 300
+        request.send(http(msgspec.msgpack.encode(fields)))
+
+    with peer(short) as one, client_for(one) as client:
+        client.register_engine("e", keepalive=mode)
+        write = client.start_write("i", KEYS, ttl_ms=300, renew=True)
+        assert write.session is not None
+        eventually(lambda: len(got(one, "renew")) >= 4)
+        assert client.held(write.session)
+        assert {request.fields["incarnation"] for request in got(one, "renew")} == {write.incarnation}
+        client.finish(write, write.locations, write.generations, checksums=[0] * 16)
+        assert not client.held(write.session)
+        time.sleep(0.1)
+        before = len(got(one, "renew"))
+        time.sleep(0.4)
+        assert len(got(one, "renew")) == before
+
+
+class Forgetful:
+    """A service that forgets registrations when told to."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    def __call__(self, request: Request) -> None:
+        incarnation = str(request.fields.get("incarnation"))
+        if request.verb in ("e", "w"):
+            self.known.add(incarnation)
+            good(request)
+        elif request.verb in ("heartbeat", "writes") and incarnation not in self.known:
+            request.send(problem(409, "reregister"))
+        else:
+            good(request)
+
+
+@modes
+def test_c1_unknown_engine_registers_again_under_a_new_incarnation(mode: Keepalive) -> None:
+    service = Forgetful()
+    told: list[tuple[str, bool]] = []
+
+    def lost(registration: Registration) -> None:
+        told.append((registration.incarnation, registration.active))
+
+    with peer(service) as one, client_for(one) as client:
+        registration = client.register_engine("e", instance="i", rank=3, keepalive=mode, on_lost=lost)
+        first = registration.incarnation
+        write = client.start_write("i", KEYS, renew=True)
+        assert write.session is not None and client.held(write.session)
+        service.known.clear()
+        eventually(lambda: registration.lost == 1 and registration.active)
+        assert registration.wait_active(1_000)
+        assert registration.incarnation != first
+        assert told == [(first, False)]
+        assert not client.held(write.session), "sessions of the old incarnation are lost"
+        again = client.start_write("i", KEYS)
+        assert (again.failure, again.incarnation) == (None, registration.incarnation)
+        puts = got(one, "e")
+        assert [put.fields["instance"] for put in puts] == ["i", "i"]
+        assert [put.fields["rank"] for put in puts] == [3, 3]
+        late = client.finish(write, write.locations, write.generations, checksums=[0] * 16)
+        assert late.failure is None
+        assert got(one, "finish")[-1].fields["incarnation"] == first, "it is said under the old name"
+
+
+@either
+def test_c1_a_refused_call_starts_it_before_the_next_heartbeat(mode: Keepalive) -> None:
+    service = Forgetful()
+
+    def rarely(request: Request) -> None:
+        if request.verb == "e":
+            service.known.add(request.fields["incarnation"])
+            fields = {**answer_to(request), "heartbeat_ms": 60_000, "expire_ms": 600_000}
+            request.send(http(msgspec.msgpack.encode(fields)))
+        else:
+            service(request)
+
+    with peer(rarely) as one, client_for(one) as client:
+        registration = client.register_engine("e", keepalive=mode)
+        service.known.clear()
+        assert client.start_write("i", KEYS).failure == "rejected:reregister"
+        eventually(lambda: registration.lost == 1 and registration.active)
+        assert client.start_write("i", KEYS).failure is None
+
+
+def test_c1_without_keepalive_the_owner_is_told_and_registers_itself() -> None:
+    service = Forgetful()
+    told = Event()
+    with peer(service) as one, client_for(one) as client:
+        registration = client.register_engine("e", keepalive=None, on_lost=lambda _: told.set())
+        assert client.heartbeat().status == "active"
+        service.known.clear()
+        assert client.heartbeat().failure == "rejected:reregister"
+        assert told.is_set() and not registration.active
+        assert client.start_write("i", KEYS).failure == "not_registered"
+        assert client.lookup("i", KEYS, lease_ms=100).hits == 8, "lookups need no registration"
+        assert client.register_engine("e", keepalive=None).active
+        assert client.start_write("i", KEYS).failure is None
+
+
+@pytest.mark.slow
+def test_c4_two_processes_under_one_id_do_not_fight_at_full_speed() -> None:
+    """The fenced one registers again, and fences the other: each time later, and it is said."""
+    current = ""
+
+    def last_wins(request: Request) -> None:
+        nonlocal current
+        if request.verb == "e":
+            current = request.fields["incarnation"]
+            good(request)
+        elif request.verb == "heartbeat" and request.fields["incarnation"] != current:
+            request.send(problem(409, "reregister"))
+        else:
+            good(request)
+
+    with peer(last_wins) as one, client_for(one) as first, client_for(one) as second:
+        registrations = [first.register_engine("e"), second.register_engine("e")]
+        time.sleep(2.5)
+        puts = got(one, "e")
+        assert all(registration.lost for registration in registrations)
+        assert len(puts) < 16
+        gaps = [b.at_s - a.at_s for a, b in pairwise(puts)]
+        assert max(gaps[-3:]) > 2 * max(gaps[:3]), gaps
+
+
+@either
+def test_service_that_is_not_there_yet_is_registered_with_later(
+    mode: Keepalive, free_port: Callable[[], int]
+) -> None:
+    port = free_port()
+    with Client(ClientConfig(url=f"http://127.0.0.1:{port}", timeout_ms=500)) as client:
+        registration = client.register_engine("e", keepalive=mode)
+        assert (registration.active, registration.failure) == (False, "refused_connection")
+        assert client.start_write("i", KEYS).failure == "not_registered"
+        time.sleep(0.3)
+        with peer(good, port) as one:
+            assert registration.wait_active(10_000)
+            assert registration.failure is None
+            eventually(lambda: len(got(one, "heartbeat")) >= 2)
+            eventually(lambda: client.start_write("i", KEYS).failure is None)
+
+
+@pytest.mark.slow
+def test_refused_registration_is_tried_again_with_pauses() -> None:
+    def refusing(request: Request) -> None:
+        if len(request.peer.requests) < 4:
+            request.send(problem(404, "instance_unknown"))
+        else:
+            good(request)
+
+    with peer(refusing) as one, client_for(one) as client:
+        registration = client.register_engine("e")
+        assert registration.failure == "rejected:instance_unknown"
+        assert registration.wait_active(20_000)
+
+
+@either
+def test_lost_leases_are_known_as_lost(mode: Keepalive) -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one) as client:
+        join(client, one, mode)
+        lease = client.lookup("i", KEYS, lease_ms=400, renew=True).lease or ""
+        other = client.lookup("i", KEYS, lease_ms=400, renew=True).lease or ""
+        service.deadlines_s[lease] = 0
+        eventually(lambda: not client.held(lease))
+        eventually(lambda: len(got(one, "renew")) > 3)
+        assert client.held(other)
+
+
+def test_leases_are_lost_in_time_when_nobody_answers() -> None:
+    sick = Event()
+
+    def behave(request: Request) -> None:
+        if sick.is_set():
+            resetting(request)
+        else:
+            good(request)
+
+    with peer(behave) as one, client_for(one) as client:
+        lease = client.lookup("i", KEYS, lease_ms=500, renew=True).lease or ""
+        time.sleep(0.7)
+        assert client.held(lease)
+        sick.set()
+        ended = time.monotonic()
+        eventually(lambda: not client.held(lease), 2.0)
+        assert time.monotonic() - ended < 0.6, "held no longer than the service promised"
+
+
+def test_b4_what_the_engine_forgot_is_not_renewed_for_ever() -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one, keep_ms_max=700) as client:
+        lease = client.lookup("i", KEYS, lease_ms=400, renew=True).lease or ""
+        eventually(lambda: not client.held(lease), 3.0)
+        assert time.monotonic() > service.deadlines_s[lease]
+        count = len(got(one, "renew"))
+        time.sleep(0.4)
+        assert len(got(one, "renew")) == count
+
+
+def test_c5_thread_keeper_goes_on_beside_a_busy_python_thread() -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one) as client:
+        registration = client.register_engine("e", keepalive="thread")
+        lease = client.lookup("i", KEYS, lease_ms=1_000, renew=True).lease or ""
+        busy_until = time.monotonic() + 1.5
+        n = 0
+        while time.monotonic() < busy_until:
+            n += sum(i * i for i in range(1_000))
+        beats = got(one, "heartbeat")
+        assert client.held(lease)
+        assert service.broken == []
+        assert max(b.at_s - a.at_s for a, b in pairwise(beats)) < registration.expire_ms / 1_000
+
+
+def test_keeper_process_that_dies_is_started_again_and_told_everything() -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one) as client:
+        registration = client.register_engine("e", keepalive="process")
+        lease = client.lookup("i", KEYS, lease_ms=3_000, renew=True).lease or ""
+        eventually(lambda: len(got(one, "heartbeat")) >= 2)
+        dead = keeper_of(client).pid
+        os.kill(dead, signal.SIGKILL)
+        eventually(lambda: keeper_of(client).pid != dead)
+        beats, renewals = len(got(one, "heartbeat")), len(got(one, "renew"))
+        eventually(lambda: len(got(one, "heartbeat")) >= beats + 3 and len(got(one, "renew")) > renewals)
+        assert client.held(lease)
+        assert registration.active
+        pid = keeper_of(client).pid
+    eventually(lambda: not alive(pid))
+
+
+@pytest.mark.slow
+def test_keeper_process_that_does_not_read_never_blocks_a_call() -> None:
+    with peer(Leases()) as one, client_for(one, keepalive="process", timeout_ms=5_000) as client:
+        first = client.lookup("i", KEYS[:1], lease_ms=30_000, renew=True).lease or ""
+        eventually(lambda: client.held(first))
+        pid = keeper_of(client).pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            leases = [
+                client.lookup("i", KEYS[:1], lease_ms=2_000, renew=True).lease or "" for _ in range(600)
+            ]
+            assert time.monotonic() - began < 10
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        last = client.lookup("i", KEYS[:1], lease_ms=2_000, renew=True).lease or ""
+        time.sleep(2.5)
+        held = [client.held(lease) for lease in (*leases[-100:], last)]
+    assert all(held), "and what it missed it is told later"
+
+
+SCRIPT = """
+import os, sys, threading, time
+from metaservice.client import Client, ClientConfig
+client = Client(ClientConfig(url=sys.argv[1]))
+def start():
+    client.register_engine("e", keepalive="process")
+if "thread" in sys.argv[2:]:
+    starter = threading.Thread(target=start)
+    starter.start()
+    starter.join()
+else:
+    start()
+if "fork" in sys.argv[2:]:
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    print(child)
+else:
+    print(0)
+print(client._calling.keeps._host.pid, flush=True)
+if "exit" in sys.argv[2:]:
+    sys.exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "kill",
+        "fork",
+        pytest.param("thread", marks=pytest.mark.slow),
+        pytest.param("exit", marks=pytest.mark.slow),
+    ],
+)
+def test_keeper_process_never_outlives_its_engine(how: str) -> None:
+    """Killed, killed while a forked child lives on, started from a thread that ended, or ended in order."""
+    with peer(good) as one:
+        engine = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, one.url, how], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert engine.stdout is not None
+        forked, keeper = int(engine.stdout.readline()), int(engine.stdout.readline())
+        try:
+            if how == "thread":
+                time.sleep(0.5)
+                assert alive(keeper), "only the thread that started it has ended"
+            if how != "exit":
+                eventually(lambda: len(got(one, "heartbeat")) >= 3)
+                engine.kill()
+            engine.wait(timeout=10)
+            eventually(lambda: not alive(keeper), 1.5)
+            time.sleep(0.1)
+            count = len(got(one, "heartbeat"))
+            time.sleep(0.4)
+            assert len(got(one, "heartbeat")) == count, "a dead engine is not kept alive"
+        finally:
+            engine.kill()
+            engine.stdout.close()
+            if forked:
+                os.kill(forked, signal.SIGKILL)
+
+
+def test_forked_child_neither_renews_nor_stops_its_parents_leases() -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one) as client:
+        join(client, one, "process")
+        lease = client.lookup("i", KEYS, lease_ms=400, renew=True).lease or ""
+        child = os.fork()
+        if child == 0:
+            client.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.6)
+        assert client.held(lease)
+        assert alive(keeper_of(client).pid)
+
+
+@either
+def test_dropped_client_stops_its_keeper(mode: Keepalive) -> None:
+    with peer(good) as one:
+        client = client_for(one)
+        client.register_engine("e", keepalive=mode)
+        eventually(lambda: len(got(one, "heartbeat")) >= 2)
+        del client
+        time.sleep(0.3)
+        count = len(got(one, "heartbeat"))
+        time.sleep(0.4)
+        assert len(got(one, "heartbeat")) == count
+
+
+def test_keepalive_can_move_from_thread_to_process_with_all_that_is_kept() -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one) as client:
+        lease = client.lookup("i", KEYS, lease_ms=2_000, renew=True).lease or ""
+        join(client, one, "process")
+        assert keeper_of(client).pid
+        eventually(lambda: len(got(one, "renew")) >= 2)
+        assert client.held(lease)
+        assert service.broken == []
+
+
+def test_leaving_on_purpose_stops_heartbeats() -> None:
+    def behave(request: Request) -> None:
+        if request.line.startswith("DELETE"):
+            request.send(http(msgspec.msgpack.encode({"id": "e"})))
+        else:
+            good(request)
+
+    with peer(behave) as one, client_for(one) as client:
+        registration = client.register_engine("e")
+        eventually(lambda: len(got(one, "heartbeat")) >= 2)
+        assert client.deregister().failure is None
+        time.sleep(0.05)
+        count = len(got(one, "heartbeat"))
+        time.sleep(0.4)
+        assert len(got(one, "heartbeat")) == count
+        assert not registration.active
+        assert client.start_write("i", KEYS).failure == "not_registered"
+        assert client.deregister().failure == "not_registered"
+    left = [request.line for request in one.requests if request.line.startswith("DELETE")]
+    assert left == [f"DELETE /v1/engines/e?incarnation={registration.incarnation} HTTP/1.1"]
+
+
+def test_callback_that_fails_does_not_stop_the_keeper(caplog: pytest.LogCaptureFixture) -> None:
+    service = Forgetful()
+
+    def bad(_: Registration) -> None:
+        raise RuntimeError("the owner's fault")
+
+    with peer(service) as one, client_for(one) as client:
+        registration = client.register_engine("e", on_lost=bad)
+        service.known.clear()
+        eventually(lambda: registration.lost == 1 and registration.active)
+    assert "the owner's fault" in caplog.text
+
+
+@pytest.mark.slow
+def test_posting_from_many_threads_loses_nothing() -> None:
+    service = Leases()
+    with peer(service) as one, client_for(one, timeout_ms=10_000) as client:
+        leases: list[str] = []
+
+        def engine() -> None:
+            for _ in range(25):
+                leases.append(client.lookup("i", KEYS, lease_ms=1_500, renew=True).lease or "")
+
+        threads = [Thread(target=engine) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        time.sleep(2)
+        assert len(set(leases)) == 200
+        assert service.broken == []
+        assert all(client.held(lease) for lease in leases)
