@@ -6,9 +6,10 @@ were written to that very place, or a typed refusal.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from metaservice.client.results import PlaceRef
+if TYPE_CHECKING:
+    from metaservice.client.results import PlaceRef
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes. Arrays and tensors are handed over as `memoryview(array)`."""
@@ -70,7 +71,7 @@ class Place(NamedTuple):
     key: bytes = b""
 
     @classmethod
-    def of(cls, ref: PlaceRef) -> "Place":
+    def of(cls, ref: "PlaceRef") -> "Place":
         """The place that the service's answer to a lookup or start-write names."""
         return cls(ref.cluster, ref.location, ref.generation, ref.part, ref.size_bytes, ref.key)
 

@@ -1,0 +1,279 @@
+"""The worker daemon: deletes the bytes that the service names, and those that it does not know.
+
+It holds no state: whatever it was about to do when it died is a task that times out and goes to another
+worker, and every deletion may be done twice.
+"""
+
+import logging
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Event, Thread, current_thread, main_thread
+from types import FrameType
+
+from dataplane.options import WorkerOptions, WorkerStats
+from dataplane.port import Backend, DeleteFailed, OpenFailed, Place
+from dataplane.registry import open_backend
+from dataplane.service import Guard, Registered, Service
+from dataplane.sweep import Sweeper
+from metaservice.client.breaker import Backoff, new_random
+from metaservice.client.errors import REJECTED
+from metaservice.client.results import DeleteTask, now_ms
+
+log = logging.getLogger("dataplane.worker")
+
+_LOOK_MS = 100
+"""How soon the end of the run, or of one of its threads, is noticed."""
+_CHUNK_LOCATIONS = 256
+"""Locations deleted between two looks at the clock."""
+_CONFIRM_TRIES = 5
+
+
+class Worker:
+    """One worker for some storages.
+
+    `storages` maps each name to an opened backend, or to None: then it is opened as the service describes it.
+    A backend handed in stays the caller's to close. Runs once.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        worker_id: str,
+        storages: Mapping[str, Backend | None],
+        options: WorkerOptions | None = None,
+    ) -> None:
+        if not storages:
+            raise ValueError("storages: a worker without storages has nothing to do")
+        self.stats = WorkerStats()
+        self._service = service
+        self._id = worker_id
+        self._storages = dict(storages)
+        self._options = options or WorkerOptions()
+        self._random = new_random()
+        self._over = Event()
+        self._broken: BaseException | None = None
+
+    def run(self, stop: Event) -> None:
+        """Work until `stop` is set, then finish or hand back what is under way. Goes on through outages of
+        the service.
+
+        Raises what went wrong in this program itself, so that a supervisor starts it anew rather than it
+        being half alive.
+        """
+        main = Thread(target=self._guarded, args=(self._work,), name="worker-tasks", daemon=True)
+        main.start()
+        while main.is_alive() and not stop.wait(_LOOK_MS / 1_000):
+            pass
+        self._over.set()
+        main.join(self._options.stop_ms / 1_000)
+        if self._broken is not None:
+            raise self._broken
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Run a thread's work; should it fail, all of the worker ends."""
+        try:
+            work()
+        except BaseException as error:
+            self._broken = error
+        finally:
+            self._over.set()
+
+    def _work(self) -> None:
+        registration = self._service.register_worker(self._id, list(self._storages))
+        guard = Guard(registration, self._options.cluster)
+        opened: list[Backend] = []
+        try:
+            storages = self._open(registration, guard, opened)
+            if storages is None:
+                return
+            sweeper = Sweeper(self._service, guard, storages, self.stats, self._options.safe_age_ms)
+            sweeps = Thread(
+                target=self._guarded, args=(lambda: self._sweep(sweeper),), name="worker-sweep", daemon=True
+            )
+            sweeps.start()
+            try:
+                self._delete(guard, storages)
+            finally:
+                self._over.set()
+                sweeps.join()
+        finally:
+            for backend in opened:
+                backend.close()
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._options.backoff_ms_min, self._options.backoff_ms_max, self._random)
+
+    def _pause(self, backoff: Backoff, why: str) -> None:
+        """Wait before the next try, unless the worker ends."""
+        pause_ms = backoff.next_ms()
+        log.info("%s; again in %d ms", why, pause_ms)
+        self._over.wait(pause_ms / 1_000)
+
+    def _open(
+        self, registration: Registered, guard: Guard, opened: list[Backend]
+    ) -> Mapping[str, Backend] | None:
+        """All storages, opened as the service describes them where none was handed in; None when the worker
+        ends first.
+
+        No task is taken before: a worker that cannot reach a storage would fail its tasks instead of another
+        doing them.
+        """
+        backoff = self._backoff()
+        storages = {name: backend for name, backend in self._storages.items() if backend is not None}
+        while not self._over.is_set():
+            if guard.standing() is None:
+                self._pause(backoff, guard.trouble())
+                continue
+            known = {ref.name: ref for ref in registration.storage_table}
+            try:
+                for name in self._storages.keys() - storages.keys():
+                    if name not in known:
+                        raise OpenFailed("storages", f"the service does not describe {name!r}")
+                    storages[name] = open_backend(known[name].kind, known[name].options)
+                    opened.append(storages[name])
+            except OpenFailed as failed:
+                self._pause(backoff, f"storage not opened: {failed}")
+                continue
+            return storages
+        return None
+
+    # --- tasks -----------------------------------------------------------------------------------------
+
+    def _delete(self, guard: Guard, storages: Mapping[str, Backend]) -> None:
+        """Take deletion tasks and do them, until the worker ends."""
+        backoff = self._backoff()
+        while not self._over.is_set():
+            standing = guard.standing()
+            if standing is None:
+                self._pause(backoff, guard.trouble())
+                continue
+            asked_ms = now_ms()
+            answer = self._service.take_tasks(limit=self._options.tasks_max, wait_ms=self._options.poll_ms)
+            if answer.failure is not None:
+                self._pause(backoff, f"no tasks: {answer.failure} {answer.detail}".rstrip())
+            elif answer.tasks and answer.cluster != standing.cluster:
+                self.stats.refused += 1
+                self._pause(
+                    backoff, f"tasks of cluster {answer.cluster!r}, this worker is of {standing.cluster!r}"
+                )
+            elif self._do_all(answer.tasks, standing.cluster, storages):
+                self._pause(backoff, "some bytes could not be deleted")
+            else:
+                backoff.reset()
+                if not answer.tasks and now_ms() - asked_ms < self._options.poll_ms // 2:
+                    self._pause(backoff, "no tasks, and no wait for some")
+
+    def _do_all(self, tasks: list[DeleteTask], cluster: str, storages: Mapping[str, Backend]) -> int:
+        """How many locations of `tasks` could not be deleted."""
+        left = 0
+        for task in tasks:
+            ok = self._do(task, cluster, storages.get(task.storage.name))
+            left += ok.count(False)
+            self._confirm(task, ok)
+        return left
+
+    def _do(self, task: DeleteTask, cluster: str, backend: Backend | None) -> list[bool]:
+        """Delete what `task` names as far as its time allows: per location whether all its parts are gone."""
+        ok = [False] * len(task.locations)
+        if backend is None:
+            log.error(
+                "task %s is for storage %s, which this worker does not serve", task.task, task.storage.name
+            )
+            return ok
+        failed: list[DeleteFailed] = []
+        # Unconfirmed at its deadline, a task goes to another worker: what is not done by then is left to it.
+        end_ms = task.deadline_ms - task.ttl_ms // 5
+        each = len(task.parts)
+        for at in range(0, len(ok), _CHUNK_LOCATIONS):
+            if self._over.is_set() or now_ms() >= end_ms:
+                break
+            rows = range(at, min(at + _CHUNK_LOCATIONS, len(ok)))
+            places = [
+                Place(cluster, task.locations[row], task.generations[row], part)
+                for row in rows
+                for part in task.parts
+            ]
+            results = backend.delete_many(places)
+            for number, row in enumerate(rows):
+                ok[row] = self._count(results[number * each : (number + 1) * each], failed)
+        if failed:
+            log.warning("%d files of task %s not deleted, such as %s", len(failed), task.task, failed[0])
+        return ok
+
+    def _count(self, results: list[bool | DeleteFailed], failed: list[DeleteFailed]) -> bool:
+        """Whether all parts of one location are gone."""
+        gone = True
+        for result in results:
+            if isinstance(result, DeleteFailed):
+                self.stats.failed += 1
+                failed.append(result)
+                gone = False
+            elif result:
+                self.stats.deleted += 1
+            else:
+                self.stats.absent += 1
+        return gone
+
+    def _confirm(self, task: DeleteTask, ok: list[bool]) -> None:
+        """Tell the service, a few times if need be. If it never hears, it hands the task out again."""
+        backoff = self._backoff()
+        for _ in range(_CONFIRM_TRIES):
+            answer = self._service.confirm_task(task, ok)
+            if answer.failure is None:
+                self.stats.tasks += 1
+                return
+            if answer.failure.startswith(REJECTED) or self._over.is_set():
+                break
+            self._pause(backoff, f"task {task.task} not confirmed: {answer.failure} {answer.detail}".rstrip())
+        log.warning("task %s stays unconfirmed: %s %s", task.task, answer.failure, answer.detail)
+
+    # --- sweeps ----------------------------------------------------------------------------------------
+
+    def _sweep(self, sweeper: Sweeper) -> None:
+        """Sweep each `sweep_ms`, sooner after a sweep that was cut off; ±20 %, so that workers spread."""
+        backoff = self._backoff()
+        pause_ms = self._options.sweep_ms
+        while not self._over.wait(pause_ms * self._random.uniform(0.8, 1.2) / 1_000):
+            if sweeper.sweep(self._over):
+                backoff.reset()
+                pause_ms = self._options.sweep_ms
+            else:
+                pause_ms = min(backoff.next_ms(), self._options.sweep_ms)
+
+
+def run_worker(
+    service: Service,
+    worker_id: str,
+    storages: Mapping[str, Backend | None],
+    options: WorkerOptions | None = None,
+) -> WorkerStats:
+    """Run a worker until SIGTERM or SIGINT; the process's main function. Returns what it did.
+
+    Outside the main thread, where no signal can be handled, it runs for ever.
+    """
+    worker = Worker(service, worker_id, storages, options)
+    with _stopped_by_signals() as stop:
+        worker.run(stop)
+    log.info("worker %s ends: %s", worker_id, worker.stats)
+    return worker.stats
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[Event]:
+    """An event that SIGTERM and SIGINT set. A second one of the same ends the process as if nobody had
+    listened."""
+    stop = Event()
+    before = {}
+
+    def heard(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop.set()
+
+    if current_thread() is main_thread():
+        before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
