@@ -10,15 +10,16 @@ from starlette.routing import Match
 
 import metaservice
 
+from .documents import PROBLEM_RESPONSES
 from .errors import ApiError, problem_response
 from .handlers import request_id_of
 from .hot import HotRoutes
 from .http import HttpRequest
 from .openapi import document
 from .port import ShardPort
-from .respond import encoded
-from .routes.catalogue import catalogue_routes
-from .routes.system import system_routes
+from .respond import WireRoute, encoded
+from .routes.catalogue import add_catalogue_routes
+from .routes.system import add_system_routes
 from .settings import ApiSettings
 
 
@@ -31,10 +32,11 @@ def build_admin(shard: ShardPort, settings: ApiSettings, hot: HotRoutes) -> Fast
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses=PROBLEM_RESPONSES,
     )
-    routers = (catalogue_routes(shard, settings), system_routes(shard))
-    for router in routers:
-        app.include_router(router)
+    app.router.route_class = WireRoute
+    add_catalogue_routes(app.router, shard, settings)
+    add_system_routes(app.router, shard)
     schema: list[bytes] = []
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -74,7 +76,7 @@ def build_admin(shard: ShardPort, settings: ApiSettings, hot: HotRoutes) -> Fast
             request, ApiError("method_not_allowed", f"{request.method} is not a method here", allow=allow)
         )
 
-    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -82,7 +84,7 @@ def build_admin(shard: ShardPort, settings: ApiSettings, hot: HotRoutes) -> Fast
 
 
 def _methods(routes: list[APIRoute], request: Request) -> set[str]:
-    found: set[str] = {"GET"} if request.scope["path"] == "/openapi.json" else set()
+    found: set[str] = set()
     for route in routes:
         if route.matches(request.scope)[0] is not Match.NONE:
             found |= route.methods or set()

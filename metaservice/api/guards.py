@@ -15,6 +15,7 @@ from .http import HttpResponse
 from .settings import ApiSettings
 
 NEVER = 1 << 62
+TURNED_AWAY_MAX = 256
 
 
 class Guarded(Protocol):
@@ -33,6 +34,7 @@ class Gate:
         self.settings = settings
         self.tick = 0
         self.connections: set[Guarded] = set()
+        self._turned_away: set[Guarded] = set()
         self.in_flight = 0
         self.buffered_bytes = 0
         self.closing = False
@@ -58,8 +60,9 @@ class Gate:
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._sweep = loop.call_later(self.settings.sweep_ms / 1000, self._tick, loop)
         self.tick += 1
-        for connection in [each for each in self.connections if each.due <= self.tick]:
-            connection.overdue()
+        for connection in [*self.connections, *self._turned_away]:
+            if connection.due <= self.tick:
+                connection.overdue()
 
     def join(self, connection: Guarded) -> bool:
         """Count a new connection; False when there are too many."""
@@ -70,9 +73,17 @@ class Gate:
         self._metrics.connections = len(self.connections)
         return True
 
+    def linger(self, connection: Guarded) -> bool:
+        """Let a connection that was not admitted stay until it could read why; False when too many do."""
+        if len(self._turned_away) >= TURNED_AWAY_MAX:
+            return False
+        self._turned_away.add(connection)
+        return True
+
     def leave(self, connection: Guarded) -> None:
         """A connection is gone."""
         self.connections.discard(connection)
+        self._turned_away.discard(connection)
         self._metrics.connections = len(self.connections)
 
     def enter(self) -> bool:

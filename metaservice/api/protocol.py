@@ -80,9 +80,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._gate.join(self):
-            error = ApiError("overloaded", f"{self._limits.connections_max} connections are open already")
-            self._write(self._app.problem(error), close=True)
-            self._transport.close()
+            self._phase = Phase.refused
+            self._last_words(
+                ApiError("overloaded", f"{self._limits.connections_max} connections are open already")
+            )
+            if not self._gate.linger(self):
+                self._transport.close()
             return
         cast(set[Any], self._state.connections).add(self)
         self._parser = httptools.HttpRequestParser(self)

@@ -36,9 +36,9 @@ def check_host(host: str, allow_remote: bool) -> None:
     except ValueError:
         pass
     raise RemoteRefused(
-        f"{host!r} is not a loopback address: anybody who reaches it could read and change everything, since there "
-        "are no credentials yet. Bind 127.0.0.1 (behind a proxy that authenticates), or allow remote addresses "
-        "explicitly"
+        f"{host!r} is not a loopback address: anybody who reaches it could read and change everything, since "
+        "there are no credentials yet. Bind 127.0.0.1 (behind a proxy that authenticates), or allow remote "
+        "addresses explicitly"
     )
 
 

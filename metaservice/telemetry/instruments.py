@@ -80,6 +80,8 @@ class Counters:
     def family(self, prefix: str) -> CounterMetricFamily:
         """As a metric family."""
         family = CounterMetricFamily(prefix + self._name, self._help, labels=self._labels)
+        if not self._labels and not self._counts:
+            family.add_metric((), 0)
         for labels, count in self._counts.items():
             family.add_metric(labels, count)
         return family

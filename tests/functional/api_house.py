@@ -2,7 +2,7 @@
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,6 +65,15 @@ def numbers(column: Any, kind: str) -> list[int]:
         return column
     size = struct.calcsize(kind)
     return [*struct.unpack(f"<{len(column) // size}{kind}", column)]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Return once the condition holds. Raises TimeoutError when it does not come to."""
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError("the condition never held")
 
 
 class Speech:

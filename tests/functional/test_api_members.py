@@ -18,6 +18,7 @@ from tests.functional.api_house import (
     keys,
     numbers,
     open_house,
+    until,
 )
 
 STORAGES = [
@@ -141,13 +142,9 @@ async def test_a_worker_that_hangs_up_frees_its_poll() -> None:
             b"content-length: %d\r\n\r\n" % len(body)
         )
         writer.write(head + body)
-        async with asyncio.timeout(5):
-            while gate.in_flight == 0:
-                await asyncio.sleep(0.01)
+        await until(lambda: gate.in_flight == 1)
         writer.close()
-        async with asyncio.timeout(5):
-            while gate.in_flight:
-                await asyncio.sleep(0.01)
+        await until(lambda: gate.in_flight == 0)
         assert await reader.read() == b""
 
 

@@ -12,11 +12,11 @@ from metaservice.core import commands
 from metaservice.core.model import EvictionPolicy
 from metaservice.core.rejections import Rejection
 
-from ..documents import PROBLEM_RESPONSES, listed, viewed
+from ..documents import listed, viewed
 from ..errors import ApiError, error_of
 from ..models import GroupBody, InstanceBody, Name, StorageBody, TenantBody
 from ..port import ShardPort
-from ..respond import WireRoute, respond
+from ..respond import respond
 from ..settings import ApiSettings
 
 KINDS = {
@@ -46,9 +46,8 @@ def taken(answer: Any) -> Any:
     return answer
 
 
-def catalogue_routes(shard: ShardPort, settings: ApiSettings) -> APIRouter:
+def add_catalogue_routes(router: APIRouter, shard: ShardPort, settings: ApiSettings) -> None:
     """Routes of tenants, storages, groups, instances, engines and workers."""
-    router = APIRouter(prefix="/v1", route_class=WireRoute, responses=PROBLEM_RESPONSES)
     _puts(router, shard)
     for kind, label in KINDS.items():
         _reads(router, shard, settings, kind, label)
@@ -56,7 +55,6 @@ def catalogue_routes(shard: ShardPort, settings: ApiSettings) -> APIRouter:
             _deletes(router, shard, kind, label)
         else:
             _leaves(router, shard, kind, label)
-    return router
 
 
 def _puts(router: APIRouter, shard: ShardPort) -> None:
@@ -66,12 +64,12 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
         headers = {"location": request.scope["path"]} if created else None
         return respond(request, done, 201 if created else 200, headers)
 
-    @router.put("/tenants/{tenant}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/tenants/{tenant}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
     async def put_tenant(request: Request, tenant: Name, body: TenantBody) -> Response:
         """Register a tenant or change its quota."""
         return await put(request, commands.PutTenant(tenant=tenant, quota=body.quota.core()))
 
-    @router.put("/storages/{storage}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/storages/{storage}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
     async def put_storage(request: Request, storage: Name, body: StorageBody) -> Response:
         """Register a storage or change its capacity. Kind and options stay while a group names it."""
         command = commands.PutStorage(
@@ -83,7 +81,7 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
         )
         return await put(request, command)
 
-    @router.put("/groups/{group}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/groups/{group}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
     async def put_group(request: Request, group: Name, body: GroupBody) -> Response:
         """Register an instance group or change its policy. Its tenant stays."""
         command = commands.PutGroup(
@@ -97,7 +95,7 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
         )
         return await put(request, command)
 
-    @router.put("/instances/{instance}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/instances/{instance}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
     async def put_instance(request: Request, instance: Name, body: InstanceBody) -> Response:
         """Register an instance, or change its quota. The same id with another fingerprint is refused."""
         command = commands.PutInstance(
@@ -126,7 +124,7 @@ def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str
     read_all.__doc__ = f"All {kind}, by name, in pages."
     read_one.__doc__ = f"One {label}: how it is registered, and what it uses now."
     router.add_api_route(
-        f"/{kind}",
+        f"/v1/{kind}",
         read_all,
         methods=["GET"],
         tags=["catalogue"],
@@ -134,7 +132,7 @@ def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str
         responses={200: listed()},
     )
     router.add_api_route(
-        f"/{kind}/{{{label}}}",
+        f"/v1/{kind}/{{{label}}}",
         read_one,
         methods=["GET"],
         tags=["catalogue"],
@@ -152,7 +150,7 @@ def _deletes(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None
     delete.__doc__ = f"Take the {label} out of the catalogue. Refused while others depend on it."
     status = 202 if kind == "instances" else 200
     router.add_api_route(
-        f"/{kind}/{{{label}}}",
+        f"/v1/{kind}/{{{label}}}",
         delete,
         methods=["DELETE"],
         tags=["catalogue"],
@@ -179,7 +177,7 @@ def _leaves(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
 
     leave.__doc__ = f"The {label} leaves on purpose: its registration is over at once."
     router.add_api_route(
-        f"/{kind}/{{{label}}}",
+        f"/v1/{kind}/{{{label}}}",
         leave,
         methods=["DELETE"],
         tags=["membership"],

@@ -12,23 +12,22 @@ from metaservice.core import commands
 from metaservice.core.model import SwitchMode, SwitchScope
 from metaservice.wire.columns import key_of
 
-from ..documents import PROBLEM_RESPONSES, listed, viewed
+from ..documents import listed, viewed
 from ..errors import ApiError
 from ..models import Name, SwitchBody
 from ..port import ShardPort
-from ..respond import WireRoute, respond
+from ..respond import respond
 from .catalogue import taken
 
 Scope = Literal["tenant", "group", "instance", "storage"]
 WIRE_VERSION = 1
 
 
-def system_routes(shard: ShardPort) -> APIRouter:
+def add_system_routes(router: APIRouter, shard: ShardPort) -> None:
     """Routes of switches, blocks and status."""
-    router = APIRouter(prefix="/v1", route_class=WireRoute, responses=PROBLEM_RESPONSES)
     _switches(router, shard)
 
-    @router.get("/instances/{instance}/blocks/{key}", tags=["blocks"], responses={200: viewed()})
+    @router.get("/v1/instances/{instance}/blocks/{key}", tags=["blocks"], responses={200: viewed()})
     async def get_block(
         request: Request,
         instance: Name,
@@ -41,7 +40,7 @@ def system_routes(shard: ShardPort) -> APIRouter:
             raise ApiError("instance_unknown", "no instance of this name is registered", "instance")
         return respond(request, taken(shard.block(instance, group, key_of(key, info.key_length, "key"))))
 
-    @router.get("/status", tags=["status"], responses={200: viewed()})
+    @router.get("/v1/status", tags=["status"], responses={200: viewed()})
     async def get_status(request: Request) -> Response:
         """What this replica is, leads and has made durable; answered in every state."""
         ready = shard.ready
@@ -63,8 +62,6 @@ def system_routes(shard: ShardPort) -> APIRouter:
             },
         )
 
-    return router
-
 
 def _switch(scope: SwitchScope, id: str, mode: SwitchMode, reason: str) -> dict[str, object]:
     path = f"{scope.name}/{id}" if id else scope.name
@@ -81,27 +78,27 @@ def _switches(router: APIRouter, shard: ShardPort) -> None:
         found = shard.describe_one("switches", f"{scope.name}/{id}" if id else scope.name)
         return respond(request, found or _switch(scope, id, SwitchMode.normal, ""))
 
-    @router.get("/switches", tags=["switches"], responses={200: listed()})
+    @router.get("/v1/switches", tags=["switches"], responses={200: listed()})
     async def list_switches(request: Request) -> Response:
         """All switches that are not normal."""
         return respond(request, {"items": shard.describe("switches"), "next_page_token": ""})
 
-    @router.put("/switches/cluster", tags=["switches"], responses={200: viewed()})
+    @router.put("/v1/switches/cluster", tags=["switches"], responses={200: viewed()})
     async def put_cluster_switch(request: Request, body: SwitchBody) -> Response:
         """Set the switch of the whole cluster."""
         return await put(request, SwitchScope.cluster, "", body)
 
-    @router.get("/switches/cluster", tags=["switches"], responses={200: viewed()})
+    @router.get("/v1/switches/cluster", tags=["switches"], responses={200: viewed()})
     async def get_cluster_switch(request: Request) -> Response:
         """The switch of the whole cluster."""
         return get(request, SwitchScope.cluster, "")
 
-    @router.put("/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
+    @router.put("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
     async def put_switch(request: Request, scope: Scope, id: Name, body: SwitchBody) -> Response:
         """Set the switch of a tenant, group, instance or storage."""
         return await put(request, SwitchScope[scope], id, body)
 
-    @router.get("/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
+    @router.get("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
     async def get_switch(request: Request, scope: Scope, id: Name) -> Response:
         """The switch of a tenant, group, instance or storage."""
         return get(request, SwitchScope[scope], id)
