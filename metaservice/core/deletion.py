@@ -86,12 +86,15 @@ class Deletions:
             queue = self._queue.get(number, [])
             while queue and queue[0][0] <= now_ms and limit > 0:
                 slot = heappop(queue)[1]
-                # An entry may be of an earlier use of the slot, which replay never took out.
+                # An entry may be of an earlier use of the slot, in another storage too: replay took none out.
                 if state.deleting.get(slot, now_ms + 1) > now_ms or slot in self._handed:
+                    continue
+                if self._index.storage[slot] != number:
                     continue
                 if self._index.pins[slot]:
                     self._leased.add(slot)
                     continue
+                self._handed.add(slot)
                 by_table.setdefault(self._index.table[slot], []).append(slot)
                 limit -= 1
             tasks += [
@@ -147,7 +150,6 @@ class Deletions:
     ) -> Task:
         name = task_name(self._shard, state.epoch, self._next)
         self._next += 1
-        self._handed.update(slots)
         column = array("I", slots)
         generations = array("I", [self._index.generation[slot] for slot in slots])
         ttl_ms = self._limits.task_ttl_ms

@@ -7,6 +7,7 @@ counts: a lease released twice changes nothing.
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from .ids import lease_name
@@ -98,7 +99,15 @@ class Leases:
         self.granted += 1
         return name
 
-    def renew(self, name: str, deadline_ms: int, only: "array[int] | None") -> tuple[LeaseOutcome, int]:
+    def foreign(self, name: str, slots: Sequence[int]) -> int | None:
+        """The first row of `slots` that is not of the lease; None when all are, or the lease is not held."""
+        lease = self._held.get(name)
+        if lease is None:
+            return None
+        own = set(lease.slots)
+        return next((row for row, slot in enumerate(slots) if slot not in own), None)
+
+    def renew(self, name: str, deadline_ms: int, only: Sequence[int] | None) -> tuple[LeaseOutcome, int]:
         """Prolong (never shorten) the whole lease, or only some of its slots. Returns the outcome and how
         many of its blocks changed since (0 while it is held)."""
         lease = self._held.get(name)

@@ -16,6 +16,7 @@ from . import blocks, capture, catalogue, checks, membership, ticks, views, writ
 from . import commands as cmd
 from .apply import apply
 from .events import Event, TookOver
+from .ids import NONE, SLOT_MASK, shard_of
 from .leases import Leases
 from .lookup import lookup
 from .memory import Memory
@@ -141,7 +142,18 @@ class Machine:
         if command.locations is not None and len(command.leases) > 1:
             return Rejection("invalid_field", "locations go with one lease only", "locations")
         leases: Leases = self.memory.leases
-        answers = [leases.renew(name, now_ms + ttl_ms, command.locations) for name in command.leases]
+        only = None
+        if command.locations is not None:
+            shard = self.state.shard
+            only = [at & SLOT_MASK if shard_of(at) == shard else NONE for at in command.locations]
+            row = leases.foreign(command.leases[0], only)
+            if row is not None:
+                return Rejection(
+                    "foreign_location",
+                    f"location {command.locations[row]} is not part of the lease",
+                    f"locations[{row}]",
+                )
+        answers = [leases.renew(name, now_ms + ttl_ms, only) for name in command.leases]
         self._collect()
         return _leases_reply(command.leases, answers, ttl_ms)
 
