@@ -14,6 +14,7 @@ from .errors import (
     CLOSED,
     CONNECTION_LOST,
     INTERNAL,
+    INVALID_REQUEST,
     PROTOCOL,
     REFUSED_CONNECTION,
     REJECTED,
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _UNHEALTHY = frozenset({TIMEOUT, REFUSED_CONNECTION, CONNECTION_LOST, PROTOCOL})
 _REREGISTER = REJECTED + "reregister"
+_LEASES_FULL = REJECTED + "too_many_leases"
 _WRITES_ONLY = frozenset({"journal_unavailable", "too_many_sessions"})
 """Refusals that say nothing about reads."""
 
@@ -70,7 +72,13 @@ class Calling:
 
     def blocked(self, call: Call[Any], sent_ms: int) -> bool:
         """Whether the call must not go out now."""
-        return self._breaker.blocked(sent_ms) or (call.writes and self._write_breaker.blocked(sent_ms))
+        if call.writes and self._write_breaker.blocked(sent_ms):
+            return True
+        if not self._breaker.blocked(sent_ms):
+            return False
+        if call.writes:
+            self._write_breaker.abandoned()  # should it have been the probe there
+        return True
 
     def built(self, call: Call[Any]) -> bytes:
         """The request of a call. Raises CallFailed."""
@@ -117,6 +125,8 @@ class Calling:
             else:
                 self._write_breaker.failed(sent_ms, now, failed.failure)
             self._breaker.answered(sent_ms, now)
+        elif failed.failure == _LEASES_FULL:
+            self._breaker.answered(sent_ms, now)  # lookups without a lease go on
         elif failed.status == 503 and failed.retry_after_ms:
             self._breaker.hold(now, self._bounded(failed.retry_after_ms))
         elif failed.failure in _UNHEALTHY or failed.status >= 500:
@@ -145,7 +155,8 @@ class Calling:
             member.heartbeat_ms, member.expire_ms = answer.heartbeat_ms, answer.expire_ms
         else:
             registration.failure, registration.detail = answer.failure, answer.detail
-        self.keeps.register(registration, member, keepalive)
+        # A name that can never be sent is not tried for ever.
+        self.keeps.register(registration, member, None if answer.failure == INVALID_REQUEST else keepalive)
         return registration
 
     def cancelled(self) -> None:

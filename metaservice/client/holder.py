@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from threading import Condition
+from threading import Condition, Lock
 
 from metaservice.wire.schemas import StorageRef
 
@@ -97,6 +97,8 @@ class Holder:
         self._notices = notices
         self._host: Host | None = None
         self._mode: Keepalive | None = None
+        self._start = Lock()
+        self._closed = False
         self._kept: dict[str, KeepLease | KeepSession] = {}
         self.registration: Registration | None = None
         forks.register(self)
@@ -105,6 +107,7 @@ class Holder:
         """The keeper, its leases and sessions stay with the parent. The identity is kept for calls."""
         self._host = None
         self._kept = {}
+        self._start = Lock()
         if self.registration is not None:
             self.registration.after_fork()
 
@@ -120,12 +123,21 @@ class Holder:
             if self._host is not None:
                 self._host.post(Forget())
             return
-        if self._host is None or self._mode != keepalive:
-            before, self._host = self._host, start_host(keepalive, self._config, self.handle, self._kept)
-            self._mode = keepalive
-            if before is not None:
-                before.close()
-        self._host.post(member)
+        host = self._running(keepalive)
+        if host is not None:
+            host.post(member)
+
+    def _running(self, mode: Keepalive) -> Host | None:
+        """The keeper, running in this mode; None once closed."""
+        with self._start:
+            if self._closed:
+                return None
+            if self._host is None or self._mode != mode:
+                before, self._mode = self._host, mode
+                self._host = start_host(mode, self._config, self.handle, self._kept)
+                if before is not None:
+                    before.close()
+            return self._host
 
     def leave(self) -> None:
         """No longer act as the member, and send no heartbeats."""
@@ -148,7 +160,9 @@ class Holder:
 
     def close(self, patience_ms: int = 0) -> None:
         """Stop renewing. Waits for the keeper's end at most `patience_ms`."""
-        host, self._host = self._host, None
+        with self._start:
+            self._closed = True
+            host, self._host = self._host, None
         self._who.incarnation = ""
         if host is not None:
             host.close(patience_ms)
@@ -166,11 +180,9 @@ class Holder:
 
     def _keep(self, id: str, item: KeepLease | KeepSession) -> None:
         self._kept[id] = item
-        if self._host is None:
-            self._mode = self._config.keepalive
-            self._host = start_host(self._mode, self._config, self.handle, self._kept)
-        else:
-            self._host.post(item)
+        host = self._host or self._running(self._config.keepalive)
+        if host is not None:
+            host.post(item)
 
     def leases_renewed(self, leases: list[str], deadline_ms: int) -> None:
         self._renewed(dict.fromkeys(leases, deadline_ms))

@@ -247,7 +247,7 @@ def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
         raise OSError("the interpreter does not know its own program")
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "metaservice.client.keeper", str(os.getpid())],
+            [sys.executable, "-P", "-m", "metaservice.client.keeper", str(os.getpid())],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
