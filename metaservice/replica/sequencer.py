@@ -57,6 +57,8 @@ class Sequencer:
         self.durable_seq = machine.seq
         self.led = False
         """Whether the take-over is durable: before that nobody is answered."""
+        self.progressed = False
+        """Whether anything became durable after the take-over."""
         self.stuck = ""
         """Why writes are refused now ('' when they are not)."""
         self._journal = journal
@@ -178,6 +180,7 @@ class Sequencer:
         started_s = self._now_s()
         await self._append(first_seq, last_seq, payload)
         self.durable_seq = last_seq
+        self.progressed = self.led
         self.machine.mark_durable(last_seq)
         append_ms = (self._now_s() - started_s) * 1000
         self._observer.batch(

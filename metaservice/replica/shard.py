@@ -1,6 +1,7 @@
 """One shard of the service: its journal, its sequencer and what the API may ask of it."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 from collections.abc import Callable
@@ -87,7 +88,7 @@ class Shard:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"journal-{number}")
         self._sequencer: Sequencer | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._closed = False
         self._instances: dict[str, InstanceInfo] = {}
 
@@ -117,7 +118,7 @@ class Shard:
 
     async def stop(self) -> None:
         """Finish what is queued, then let go of the journal. May be called in any state."""
-        self._stopping = True
+        self._stopping.set()
         self.status, self.reason = "stopping", "shutting down"
         if self._sequencer is not None:
             self._sequencer.stop()
@@ -150,7 +151,7 @@ class Shard:
 
     async def _lead(self) -> None:
         pause_ms = REBUILD_PAUSE_MS
-        while True:
+        while not self._stopping.is_set():
             sequencer = self._sequencer
             try:
                 if sequencer is None:
@@ -165,13 +166,20 @@ class Shard:
                 log.exception("rebuilding from the journal failed")
                 reason = f"rebuilding failed: {error}"
             self._sequencer = None
-            if self._stopping:
+            if self._stopping.is_set():
                 return
+            if sequencer is not None and sequencer.progressed:
+                pause_ms = REBUILD_PAUSE_MS  # rebuilding had helped
             self.status, self.reason = "rebuilding", reason
             self._observer.rebuilt(reason)
             log.error("state thrown away, rebuilding from the journal: %s", reason)
-            await asyncio.sleep(pause_ms / 1000)
+            await self._pause(pause_ms)
             pause_ms = min(2 * pause_ms, REBUILD_PAUSE_MS_MAX)
+
+    async def _pause(self, pause_ms: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_ms / 1000):
+                await self._stopping.wait()
 
     async def _watch_loop(self) -> None:
         while True:
@@ -200,7 +208,7 @@ class Shard:
     def ready(self) -> bool:
         """Whether it may serve: leading, with its take-over durable."""
         sequencer = self._sequencer
-        return not self._stopping and sequencer is not None and sequencer.led
+        return not self._stopping.is_set() and sequencer is not None and sequencer.led
 
     @property
     def machine(self) -> Machine:
@@ -247,7 +255,7 @@ class Shard:
         while True:
             reply: Tasks | Rejection = self.read(command)
             left_s = deadline_s - self._clock.now_s()
-            if isinstance(reply, Rejection) or reply.tasks or left_s <= 0 or self._stopping:
+            if isinstance(reply, Rejection) or reply.tasks or left_s <= 0 or self._stopping.is_set():
                 return reply
             await asyncio.sleep(min(TICK_MS / 1000, left_s))
 
