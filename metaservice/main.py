@@ -1,6 +1,7 @@
 """The composition root: the only file that knows every room. `python -m metaservice.main serve`."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ from metaservice.telemetry.tracing import open_tracer
 
 log = logging.getLogger("metaservice")
 
+_BIND_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 SHARD = 0
 """One shard owns everything until shards are spread over replicas."""
 
@@ -111,7 +113,13 @@ def serve(arguments: list[str]) -> int:
     )
     try:
         uvloop.run(run(config))
-    except (RemoteRefused, JournalError, OSError) as error:
+    except OSError as error:
+        where = (
+            f"cannot listen on {config.host}:{config.port}" if error.errno in _BIND_ERRORS else "cannot start"
+        )
+        sys.stderr.write(f"ucm-meta serve: {where}: {error.strerror or error}\n")
+        return 1
+    except (RemoteRefused, JournalError) as error:
         sys.stderr.write(f"ucm-meta serve: {error}\n")
         return 1
     return 0
