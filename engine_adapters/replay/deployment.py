@@ -37,6 +37,15 @@ SERVICE_LIMITS = {
 nothing before the longest lease of the one before it is over."""
 
 
+WORKER_OPTIONS = {
+    "sweep-ms": 500,
+    "safe-age-ms": WRITE_TTL_MS + SERVICE_LIMITS["late-write-ms"],
+    "backoff-ms-max": 500,
+}
+"""No answer of this deployment is older than a write session and its late writes: one process, one
+machine."""
+
+
 class Address(Struct):
     """What the service writes to its ready-file."""
 
@@ -156,8 +165,10 @@ class Deployment:
 
     async def start_worker(self) -> Child:
         """Start the worker that deletes and sweeps in the storage."""
-        command = [sys.executable, "-m", "dataplane.worker", "--url", self.url, "--worker", WORKER]
-        command += ["--storage", f"{STORAGE}=posix:{self.storage_root}"]
+        command = [sys.executable, "-m", "metaservice.cli.worker", "--url", self.url, "--worker", WORKER]
+        command += ["--storage", STORAGE]
+        for name, value in WORKER_OPTIONS.items():
+            command += [f"--{name}", str(value)]
         return await self._children.start("worker", command)
 
     def engine_command(self, name: str) -> list[str]:

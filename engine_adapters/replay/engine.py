@@ -14,11 +14,11 @@ import msgspec
 from engine_adapters.replay.connector import Connector, ModelShape
 from engine_adapters.replay.messages import EngineMessage, Job, Phase, Ready, Step
 from metaservice.client import Client, ClientConfig
+from metaservice.client.errors import REJECTED
 
 TIMEOUT_MS = 3_000
 BREAKER_PAUSE_MS_MAX = 500
 """The longest that an engine stays away from a service that failed it, before it asks again."""
-
 log = logging.getLogger("engine")
 
 
@@ -35,11 +35,17 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--key-length", required=True, type=int)
     parser.add_argument("--lease-ms", required=True, type=int)
     parser.add_argument("--write-ttl-ms", required=True, type=int)
+    parser.add_argument(
+        "--start-patience-ms",
+        type=int,
+        default=10_000,
+        help="how long to wait for a service that is away before beginning without it (%(default)s)",
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one engine. Exit status 0 when its stdin was closed, 1 when it could not register."""
+    """Run one engine. Exit status 0 when its stdin was closed, 1 when the service refused it."""
     options = arguments().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     # What any library prints must not get between the messages: stdout is the pipe to the demo alone.
@@ -60,9 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     registration = client.register_engine(options.engine, instance=options.instance)
-    if not registration.active:
+    if not registration.active and (registration.failure or "").startswith(REJECTED):
         log.error("cannot register: %s %s", registration.failure, registration.detail)
         return 1
+    if not registration.wait_active(options.start_patience_ms):
+        # It computes until then, and is registered when it can be.
+        log.warning("begins without the service: %s", registration.failure)
     shape = ModelShape(
         instance=options.instance,
         part=options.part,

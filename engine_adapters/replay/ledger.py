@@ -67,11 +67,12 @@ class Ledger:
         would have hit on the very same requests: `hit_rate_before_kill` = blocks hit / blocks that could
         have been hit, over the requests answered before the engine was killed; `hit_rate_after_kill` the
         same over all answered after it, on all engines, the killed one's unfinished request and the
-        service's own outage included; the drop is their difference. 1.0 is all that was possible; and where
-        nothing was possible, nothing was missed.
+        service's own outage included; the drop is their difference. 1.0 is all that was possible, also where
+        that was nothing, or where a request found what one handed out after it had already written.
         """
         cut = len(self.rows) if self.engine_killed_at is None else self.engine_killed_at
-        before, after = share_of_possible(self.rows[:cut]), share_of_possible(self.rows[cut:])
+        before = min(1.0, share_of_possible(self.rows[:cut]))
+        after = min(1.0, share_of_possible(self.rows[cut:]))
         return Figures(
             requests=len(self.rows),
             blocks_asked=self.asked,

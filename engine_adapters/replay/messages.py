@@ -24,7 +24,7 @@ class Job(Struct, tag="job", frozen=True):
 
 
 class Ready(Struct, tag="ready", frozen=True):
-    """The engine is registered and waits for jobs."""
+    """The engine waits for jobs. It is registered, or had waited for the service in vain."""
 
     incarnation: str
 

@@ -32,7 +32,7 @@ def serve(context: typer.Context) -> None:
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def worker(context: typer.Context) -> None:
     """Run a data-plane worker, which deletes and sweeps. Its options: ucm-meta worker --help"""
-    _become("dataplane.worker", context.args)
+    _become("metaservice.cli.worker", context.args)
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)

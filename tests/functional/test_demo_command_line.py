@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import metaservice
+from metaservice.cli import worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 UCM_META = [sys.executable, "-c", "from metaservice.cli.app import main; main()"]
@@ -45,11 +47,52 @@ def test_help_lists_the_commands() -> None:
         assert command in run.stdout
 
 
-def test_help_of_the_demo_is_the_demos() -> None:
-    run = ucm_meta("demo", "--help")
+@pytest.mark.parametrize(
+    ("command", "option"), [("demo", "--trace"), ("worker", "--safe-age-ms"), ("serve", "--ready-file")]
+)
+def test_help_of_a_program_behind_is_its_own(command: str, option: str) -> None:
+    run = ucm_meta(command, "--help")
     assert run.returncode == 0
-    assert run.stdout.startswith("usage: ucm-meta demo")
-    assert "--trace" in run.stdout
+    assert run.stdout.startswith(f"usage: ucm-meta {command}")
+    assert option in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "--storage"),
+        (["--storage", "disk=posix"], "'disk=posix' is not NAME or NAME=KIND:ROOT"),
+        (["--storage", "=posix:/x"], "is not NAME or NAME=KIND:ROOT"),
+        (["--storage", "disk=tape:/x"], "'tape' is not one of posix"),
+        (["--storage", "disk=posix:/nonexistent"], "/nonexistent"),
+        (["--storage", "disk", "--storage", "disk"], "'disk' is given twice"),
+        (["--storage", "disk", "--sweep-ms", "0"], "sweep_ms: 0 is not positive"),
+        (["--storage", "disk", "--url", "ftp://x"], "url"),
+    ],
+)
+def test_wrong_settings_of_a_worker_are_named(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        worker.main(args)
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_worker_runs_on_the_base_install_and_stops_when_told(free_port: Callable[[], int]) -> None:
+    """Nobody answers at its service's address: it waits for it, and ends at once when it is asked to."""
+    program = BLOCKED.format(absent=["typer", "rich", "fastapi", "uvicorn", "pydantic"]).replace(
+        "from metaservice.cli.app import main", "from metaservice.cli.worker import main"
+    )
+    command = [sys.executable, "-c", program, "--storage", "disk", "--url", f"http://127.0.0.1:{free_port()}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        while "not registered" not in running.stderr.readline():
+            assert running.poll() is None
+        running.send_signal(signal.SIGTERM)
+        rest = running.stderr.read()
+        assert running.wait(timeout=30) == 0
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("args", [["nonsense"], ["status", "--nonsense"], ["demo", "--nonsense"]])
@@ -156,12 +199,14 @@ def test_on_a_terminal_a_fault_of_the_demo_is_drawn(tmp_path: Path) -> None:
     assert "bad.jsonl:1: hash_ids: is missing" in output.replace("\r\n", "")
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_demo_has_a_bar_tables_and_a_last_line_of_json() -> None:
     """So few requests with two kills among them do not reach the ideal: only the drawing is looked at."""
     status, output = on_terminal("demo", "--requests", "24", "--engines", "2")
     assert status in (0, 1), output
     lines = output.splitlines()
-    assert json.loads(lines[-1])["requests"] == 24
+    figures = json.loads(lines[-1])
+    assert (figures["requests"], figures["dirty_reads"], figures["orphans_left"]) == (24, 0, 0)
     assert "24/24" in output
     assert "━" in output
     assert "Engines" in output

@@ -1,14 +1,17 @@
 """The demo as a whole: real processes, real kills, and figures that hold."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+
+from engine_adapters.replay import demo
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = [sys.executable, "-m", "engine_adapters.replay.demo"]
@@ -20,18 +23,23 @@ KEYS = [
 ]  # fmt: skip
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of running processes that name `folder`."""
-    found = []
+def children_of(parent: int) -> dict[int, str]:
+    """Command lines of the running children of a process, by their pids."""
+    found = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+        if entry.name.isdigit():
             try:
+                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
-                continue
-            if str(folder) in line:
-                found.append(line)
+                continue  # it has just ended
+            if int(ppid) == parent and state != "Z":
+                found[int(entry.name)] = line
     return found
+
+
+def still_running(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def run_demo(*command: str, timeout_s: float = 110.0) -> "subprocess.CompletedProcess[str]":
@@ -70,7 +78,6 @@ def test_a_small_run_shows_everything(tmp_path: Path) -> None:
     run = run_demo(*UCM_META, "demo", "--requests", "300", "--dir", str(folder))
     figures = check(run, 300)
     assert figures["ideal_hit_rate"] > 0.8
-    assert processes_of(folder) == []
     assert (folder / "service.log").exists(), "a folder that was asked for stays"
     assert "Traceback" not in "".join(log.read_text() for log in folder.glob("*.log"))
 
@@ -94,42 +101,41 @@ def test_a_recorded_trace_reaches_its_ideal(traces_dir: Path, name: str) -> None
     check(run_demo(*UCM_META, "demo", "--trace", str(trace), "--limit", str(limit)), limit)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    folder = tmp_path / "demo"
-    command = [*DEMO, "--requests", "5000", "--dir", str(folder)]
+    command = [*DEMO, "--requests", "2000", "--dir", str(tmp_path / "demo")]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as demo:
+    ) as running:
         deadline = time.monotonic() + 60
-        while not any(
-            "engine_adapters.replay.engine" in line for line in processes_of(folder) or engines(demo.pid)
-        ):
-            assert time.monotonic() < deadline, "no engine was started"
+        while len(children := children_of(running.pid)) < 5:
+            assert time.monotonic() < deadline, f"the service, a worker and three engines: {children}"
             time.sleep(0.05)
-        demo.send_signal(number)
-        demo.send_signal(number)  # an impatient person
-        _, errors = demo.communicate(timeout=60)
-    assert demo.returncode == 130
+        running.send_signal(number)
+        running.send_signal(number)  # an impatient person
+        _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
-    assert processes_of(folder) == []
-    assert engines(demo.pid) == []
+    assert still_running(children) == []
 
 
-def engines(parent: int) -> list[str]:
-    """Command lines of the running children of a process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "stat").read_text().rpartition(")")[2].split()
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if int(status[1]) == parent:
-                found.append(line)
-    return found
+def test_h1_an_engine_that_is_started_without_the_service_serves(free_port: Callable[[], int]) -> None:
+    """It computes everything; nobody waits for a cache that is not there longer than its patience."""
+    options = {
+        "url": f"http://127.0.0.1:{free_port()}", "engine": "e", "instance": "i", "part": "kv",
+        "part-bytes": 64, "block-size-tokens": 4, "hash-seed": "s", "key-length": 32,
+        "lease-ms": 1000, "write-ttl-ms": 1000,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "engine_adapters.replay.engine", "--start-patience-ms", "200"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    job = b'{"type": "job", "index": 1, "tokens": "' + b64encode(bytes(4 * 12)) + b'"}\n'
+    run = subprocess.run(command, cwd=ROOT, input=job, capture_output=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stderr.decode()
+    ready, done = map(json.loads, run.stdout.splitlines())
+    assert ready["type"] == "ready"
+    assert (done["asked"], done["hits"], done["written"], done["dirty"]) == (3, 0, 0, 0)
+    assert len(done["failures"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -144,12 +150,17 @@ def engines(parent: int) -> list[str]:
         (["--dir", "."], "is not empty"),
     ],
 )
-def test_what_cannot_be_run_is_said_before_anything_starts(args: list[str], says: str) -> None:
-    run = run_demo(*DEMO, *args)
-    assert run.returncode == 2
-    assert says in run.stderr
-    assert run.stdout == ""
-    assert "Traceback" not in run.stderr
+def test_what_cannot_be_run_is_said_before_anything_starts(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = demo.main(args)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    told = capsys.readouterr()
+    assert status == 2
+    assert says in told.err
+    assert told.out == ""
 
 
 def test_a_bad_line_deep_in_a_trace_is_found_before_anything_starts(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ REQUEST = Request(index=7, session="s", tokens_count=3, tokens=b"\x01\x00\x00\x0
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    while not happened():  # noqa: ASYNC110 - another process decides
+    while not happened():
         await asyncio.sleep(0.01)
 
 
