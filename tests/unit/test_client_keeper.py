@@ -1,98 +1,21 @@
 """Background renewal: heartbeats, leases and write sessions, in a thread and in a process of its own."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from threading import Event, Lock, Thread
-from typing import Any
+from threading import Event, Thread
 
 import msgspec
 import pytest
 
 from metaservice.client import Client, ClientConfig, Registration
 from metaservice.client.config import Keepalive
-from metaservice.client.hosts import ProcessHost
-from metaservice.wire.schemas import LeaseOutcome
-from tests.unit.client_peers import Peer, Request, answer_to, good, http, peer, problem, resetting
+from tests.unit.client_keepers import KEYS, Forgetful, Leases, client_for, eventually, got, join, named
+from tests.unit.client_peers import Request, answer_to, good, http, peer, problem, resetting
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-KEYS = [bytes([n]) * 16 for n in range(1, 9)]
 modes = pytest.mark.parametrize("mode", ["thread", "process"])
 either = pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 """Both work alike here; the second one takes longer to start."""
-
-
-def eventually(check: Callable[[], object], within_s: float = 10.0) -> None:
-    """Wait until `check` is true."""
-    until = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.01)
-
-
-def client_for(one: Peer, **changes: Any) -> Client:
-    return Client(ClientConfig(**{"url": one.url, "timeout_ms": 1_000, **changes}))
-
-
-def got(one: Peer, verb: str) -> list[Request]:
-    return [request for request in list(one.requests) if request.verb == verb]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def keeper_of(client: Client) -> ProcessHost:
-    host = client._calling.keeps._host
-    assert isinstance(host, ProcessHost)
-    return host
-
-
-def join(client: Client, one: Peer, mode: Keepalive) -> Registration:
-    """Register, and wait until the keeper runs: a process takes a moment to start."""
-    registration = client.register_engine("e", keepalive=mode)
-    eventually(lambda: got(one, "heartbeat"))
-    return registration
-
-
-class Leases:
-    """A service that knows the leases given and lets them expire, and remembers every renewal."""
-
-    def __init__(self) -> None:
-        self.deadlines_s: dict[str, float] = {}
-        self.given = 0
-        self.broken: list[str] = []
-        self._lock = Lock()
-
-    def __call__(self, request: Request) -> None:
-        fields = answer_to(request)
-        asked = request.fields
-        now = time.monotonic()
-        with self._lock:
-            if request.verb == "lookup" and asked["lease_ms"]:
-                self.given += 1
-                fields["lease"] = f"r-0-1-{self.given}"
-                self.deadlines_s[fields["lease"]] = now + asked["lease_ms"] / 1_000
-            elif request.verb == "renew" and "/leases/" in request.line:
-                outcomes = []
-                for lease in fields["leases"]:
-                    if self.deadlines_s.get(lease, 0) > now:
-                        self.deadlines_s[lease] = now + asked["ttl_ms"] / 1_000
-                        outcomes.append(LeaseOutcome.renewed)
-                    else:
-                        self.broken.append(lease)
-                        outcomes.append(LeaseOutcome.expired)
-                fields["outcomes"] = bytes(outcomes)
-        request.send(http(msgspec.msgpack.encode(fields)))
 
 
 @modes
@@ -137,10 +60,6 @@ def test_b3_leases_are_renewed_together_and_kept_until_released(mode: Keepalive)
     assert max(len(named(request)) for request in renewals) >= 10
 
 
-def named(request: Request) -> list[str]:
-    return [request.line.split("/")[3], *request.fields.get("also", [])]
-
-
 @either
 def test_write_sessions_are_renewed_until_finished(mode: Keepalive) -> None:
     def short(request: Request) -> None:
@@ -162,23 +81,6 @@ def test_write_sessions_are_renewed_until_finished(mode: Keepalive) -> None:
         before = len(got(one, "renew"))
         time.sleep(0.4)
         assert len(got(one, "renew")) == before
-
-
-class Forgetful:
-    """A service that forgets registrations when told to."""
-
-    def __init__(self) -> None:
-        self.known: set[str] = set()
-
-    def __call__(self, request: Request) -> None:
-        incarnation = str(request.fields.get("incarnation"))
-        if request.verb in ("e", "w"):
-            self.known.add(incarnation)
-            good(request)
-        elif request.verb in ("heartbeat", "writes") and incarnation not in self.known:
-            request.send(problem(409, "reregister"))
-        else:
-            good(request)
 
 
 @modes
@@ -357,147 +259,6 @@ def test_c5_thread_keeper_goes_on_beside_a_busy_python_thread() -> None:
         assert client.held(lease)
         assert service.broken == []
         assert max(b.at_s - a.at_s for a, b in pairwise(beats)) < registration.expire_ms / 1_000
-
-
-def test_keeper_process_that_dies_is_started_again_and_told_everything() -> None:
-    service = Leases()
-    with peer(service) as one, client_for(one) as client:
-        registration = client.register_engine("e", keepalive="process")
-        lease = client.lookup("i", KEYS, lease_ms=3_000, renew=True).lease or ""
-        eventually(lambda: len(got(one, "heartbeat")) >= 2)
-        dead = keeper_of(client).pid
-        os.kill(dead, signal.SIGKILL)
-        eventually(lambda: keeper_of(client).pid != dead)
-        beats, renewals = len(got(one, "heartbeat")), len(got(one, "renew"))
-        eventually(lambda: len(got(one, "heartbeat")) >= beats + 3 and len(got(one, "renew")) > renewals)
-        assert client.held(lease)
-        assert registration.active
-        pid = keeper_of(client).pid
-    eventually(lambda: not alive(pid))
-
-
-@pytest.mark.slow
-def test_keeper_process_that_does_not_read_never_blocks_a_call() -> None:
-    with peer(Leases()) as one, client_for(one, keepalive="process", timeout_ms=5_000) as client:
-        first = client.lookup("i", KEYS[:1], lease_ms=30_000, renew=True).lease or ""
-        eventually(lambda: client.held(first))
-        pid = keeper_of(client).pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            began = time.monotonic()
-            leases = [
-                client.lookup("i", KEYS[:1], lease_ms=2_000, renew=True).lease or "" for _ in range(600)
-            ]
-            assert time.monotonic() - began < 10
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        last = client.lookup("i", KEYS[:1], lease_ms=2_000, renew=True).lease or ""
-        time.sleep(2.5)
-        held = [client.held(lease) for lease in (*leases[-100:], last)]
-    assert all(held), "and what it missed it is told later"
-
-
-SCRIPT = """
-import os, sys, threading, time
-from metaservice.client import Client, ClientConfig
-client = Client(ClientConfig(url=sys.argv[1]))
-def start():
-    client.register_engine("e", keepalive="process")
-if "thread" in sys.argv[2:]:
-    starter = threading.Thread(target=start)
-    starter.start()
-    starter.join()
-else:
-    start()
-if "fork" in sys.argv[2:]:
-    child = os.fork()
-    if child == 0:
-        time.sleep(30)
-        os._exit(0)
-    print(child)
-else:
-    print(0)
-print(client._calling.keeps._host.pid, flush=True)
-if "exit" in sys.argv[2:]:
-    sys.exit(0)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "kill",
-        "fork",
-        pytest.param("thread", marks=pytest.mark.slow),
-        pytest.param("exit", marks=pytest.mark.slow),
-    ],
-)
-def test_keeper_process_never_outlives_its_engine(how: str) -> None:
-    """Killed, killed while a forked child lives on, started from a thread that ended, or ended in order."""
-    with peer(good) as one:
-        engine = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, one.url, how], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        assert engine.stdout is not None
-        forked, keeper = int(engine.stdout.readline()), int(engine.stdout.readline())
-        try:
-            if how == "thread":
-                time.sleep(0.5)
-                assert alive(keeper), "only the thread that started it has ended"
-            if how != "exit":
-                eventually(lambda: len(got(one, "heartbeat")) >= 3)
-                engine.kill()
-            engine.wait(timeout=10)
-            eventually(lambda: not alive(keeper), 1.5)
-            time.sleep(0.1)
-            count = len(got(one, "heartbeat"))
-            time.sleep(0.4)
-            assert len(got(one, "heartbeat")) == count, "a dead engine is not kept alive"
-        finally:
-            engine.kill()
-            engine.stdout.close()
-            if forked:
-                os.kill(forked, signal.SIGKILL)
-
-
-def test_forked_child_neither_renews_nor_stops_its_parents_leases() -> None:
-    service = Leases()
-    with peer(service) as one, client_for(one) as client:
-        join(client, one, "process")
-        lease = client.lookup("i", KEYS, lease_ms=400, renew=True).lease or ""
-        child = os.fork()
-        if child == 0:
-            client.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        time.sleep(0.6)
-        assert client.held(lease)
-        assert alive(keeper_of(client).pid)
-
-
-@either
-def test_dropped_client_stops_its_keeper(mode: Keepalive) -> None:
-    with peer(good) as one:
-        client = client_for(one)
-        client.register_engine("e", keepalive=mode)
-        eventually(lambda: len(got(one, "heartbeat")) >= 2)
-        del client
-        time.sleep(0.3)
-        count = len(got(one, "heartbeat"))
-        time.sleep(0.4)
-        assert len(got(one, "heartbeat")) == count
-
-
-def test_keepalive_can_move_from_thread_to_process_with_all_that_is_kept() -> None:
-    service = Leases()
-    with peer(service) as one, client_for(one) as client:
-        lease = client.lookup("i", KEYS, lease_ms=2_000, renew=True).lease or ""
-        join(client, one, "process")
-        assert keeper_of(client).pid
-        eventually(lambda: len(got(one, "renew")) >= 2)
-        assert client.held(lease)
-        assert service.broken == []
 
 
 def test_leaving_on_purpose_stops_heartbeats() -> None:
