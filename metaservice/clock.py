@@ -15,7 +15,7 @@ class ShardClock:
     safe side.
     """
 
-    def __init__(self, step_ms_max: int = 1_000) -> None:
+    def __init__(self, step_ms_max: int = 250) -> None:
         self._step_ms_max = step_ms_max
         self._now_ms = 0
         self._read_ms = _monotonic_ms()

@@ -8,6 +8,10 @@ from msgspec import Struct, field
 
 from metaservice.core.model import Limits
 
+CLOCK_STEP_MS = 250
+"""What one reading of the shard's clock may add. It is read every 100 ms: only a stalled process gets
+there."""
+
 
 class ConfigError(ValueError):
     """A setting is impossible; the message has the numbers and what would be right."""
@@ -113,6 +117,12 @@ def check(config: Config) -> None:
             product = f"{factor} * {low}" if factor > 1 else f"{low}"
             raise ConfigError(
                 f"{_flag(small)} ({low}) and {_flag(large)} ({high}) clash: {product} > {high}, but {why}"
+            )
+    for name in ("write_ttl_ms_min", "lease_ms_max", "expire_ms"):
+        if getattr(limits, name) < 4 * CLOCK_STEP_MS:
+            raise ConfigError(
+                f"{_flag(name)} is {getattr(limits, name)}; it has to be {4 * CLOCK_STEP_MS} or more: after "
+                f"a stall the service's clock may step by {CLOCK_STEP_MS} ms before waiting renewals are read"
             )
     if limits.parts_max > 64:
         raise ConfigError(f"{_flag('parts_max')} is {limits.parts_max}; a part mask holds 64")

@@ -15,7 +15,7 @@ from metaservice import clock
 from metaservice.api.app import build_app
 from metaservice.api.server import ApiServer, RemoteRefused, check_host
 from metaservice.api.settings import ApiSettings
-from metaservice.config import Config, ConfigError, parse
+from metaservice.config import CLOCK_STEP_MS, Config, ConfigError, parse
 from metaservice.journal.errors import JournalError
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
@@ -52,7 +52,7 @@ async def run(config: Config) -> None:
     check_host(config.host, config.allow_remote)
     metrics = Metrics(clock.monotonic_s)
     journal, keeper = make_journal(config)
-    shard_clock = clock.ShardClock()
+    shard_clock = clock.ShardClock(CLOCK_STEP_MS)
     shard = Shard(
         SHARD,
         journal,

@@ -15,6 +15,7 @@ from .errors import ApiError, problem_response
 from .handlers import request_id_of
 from .hot import HotRoutes
 from .http import HttpRequest
+from .media import MSGPACK
 from .openapi import document
 from .port import ShardPort
 from .respond import WireRoute, encoded
@@ -49,7 +50,7 @@ def build_admin(shard: ShardPort, settings: ApiSettings, hot: HotRoutes) -> Fast
         wire: HttpRequest = request.scope["ucm.request"]
         response = problem_response(
             error,
-            as_msgpack=request.scope.get("ucm.msgpack", False),
+            as_msgpack=request.scope.get("ucm.msgpack", wire.accept == MSGPACK),
             retry_after_ms=settings.retry_after_ms,
             request_id=request_id_of(wire),
         )

@@ -8,7 +8,7 @@ from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import Tracer
 
 from .admin import build_admin
-from .errors import ApiError, error_of, problem_response
+from .errors import FAULT, ApiError, error_of, problem_response
 from .handlers import request_id_of
 from .hot import HotRoutes
 from .http import SPECIAL_HEADERS, Answer, Headers, HttpRequest, HttpResponse
@@ -45,6 +45,7 @@ class App:
         self._unmatched = metrics.route("any", "unmatched")
         self._probes = {path: metrics.route("GET", path) for path in _PROBES}
         metrics.watch_usage(lambda kind: shard.describe(kind) if shard.ready else ())
+        metrics.watch_gauges(lambda: _gauges(shard))
 
     # ------------------------------------------------------------ requests
 
@@ -186,7 +187,7 @@ class App:
         error = error_of(failure)
         if error is None:
             log.error("fault in %s %s", request.method, ascii(request.path[:200]), exc_info=failure)
-            error = ApiError("internal", "this request met a fault of the service; its log has more")
+            error = ApiError("internal", FAULT)
         return self._told(request, error)
 
     # ------------------------------------------------------------ as ASGI
@@ -233,6 +234,14 @@ def read_headers(request: HttpRequest) -> None:
             setattr(request, attribute, value)
         elif name in (b"content-length", b"transfer-encoding"):
             request.sized = True
+
+
+def _gauges(shard: ShardPort) -> dict[str, float]:
+    return {
+        "ready": float(shard.ready),
+        "epoch": float(shard.epoch if shard.ready else 0),
+        "durable_seq": float(shard.durable_seq),
+    }
 
 
 def too_large(settings: ApiSettings) -> str:

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from msgspec import Struct
+
+from metaservice.core import replies, views
+
 _PROBLEM: dict[str, Any] = {"$ref": "#/components/schemas/Problem"}
 _PROBLEM_CONTENT: dict[str, Any] = {
     "application/problem+json": {"schema": _PROBLEM},
@@ -27,16 +31,66 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _view(name: str) -> dict[str, Any]:
-    schema = {"schema": {"$ref": f"#/components/schemas/{name}"}}
-    return {"description": "Done", "content": {"application/json": schema, "application/msgpack": schema}}
+REF = "#/components/schemas/{name}"
 
 
-def viewed() -> dict[str, Any]:
-    """A response that shows one registered thing."""
-    return _view("View")
+class Status(Struct, frozen=True):
+    """What a replica is.
+
+    `status` is starting, leading, rebuilding, stopping or stopped; `reason` says why.
+    """
+
+    shard: int
+    status: str
+    reason: str
+    ready: bool
+    cluster: str
+    epoch: int
+    seq: int
+    versions: dict[str, str]
 
 
-def listed() -> dict[str, Any]:
-    """A response that shows a page of registered things."""
-    return _view("Page")
+class Gone(Struct, frozen=True):
+    """What was deleted, or is being deleted."""
+
+    id: str
+
+
+VIEWS: tuple[type[Struct], ...] = (
+    views.TenantView,
+    views.StorageView,
+    views.GroupView,
+    views.InstanceView,
+    views.MemberView,
+    views.SwitchView,
+    replies.BlockDetail,
+    replies.Done,
+    replies.InstanceRegistered,
+    Status,
+    Gone,
+)
+"""Everything that admin routes answer with."""
+
+
+def viewed(kind: type[Struct]) -> dict[str, Any]:
+    """A response that shows one thing."""
+    return _response({"$ref": REF.format(name=kind.__name__)})
+
+
+def listed(kind: type[Struct]) -> dict[str, Any]:
+    """A response that shows a page of things."""
+    return _response(
+        {
+            "type": "object",
+            "required": ["items", "next_page_token"],
+            "properties": {
+                "items": {"type": "array", "items": {"$ref": REF.format(name=kind.__name__)}},
+                "next_page_token": {"type": "string", "description": "Empty on the last page."},
+            },
+        }
+    )
+
+
+def _response(schema: dict[str, Any]) -> dict[str, Any]:
+    content = {"schema": schema}
+    return {"description": "Done", "content": {"application/json": content, "application/msgpack": content}}

@@ -20,6 +20,7 @@ from .http import HttpResponse
 
 FIELD_LENGTH_MAX = 200
 MESSAGE_LENGTH_MAX = 500
+FAULT = "this request met a fault of the service; its log has more"
 NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ : @ + - and a letter or digit first"
 TOKEN_RULE = "1 to 64 of A-Z a-z 0-9 . _ : @ + -"  # noqa: S105 - words for people, no secret
 _NAMES = frozenset({"group", "engine", "instance", "storage", "storages", "parts", "name", "tenant"})
@@ -70,18 +71,23 @@ class ProblemBody(Struct, kw_only=True, omit_defaults=True):
     request_id: str = ""
 
 
-def error_of(failure: BaseException | Rejection) -> ApiError | None:
+def error_of(failure: BaseException) -> ApiError | None:
     """The typed error for a failure that is the caller's or is foreseen; None for a fault of this service."""
     match failure:
         case ApiError():
             return failure
-        case Rejection():
-            return ApiError(failure.code, failure.message, failure.field, facts=dict(failure.detail) or None)
         case ColumnError():
             return ApiError(failure.code, failure.message, failure.field)
         case ShardUnavailable():
             return ApiError(failure.code, failure.message, retry_after_ms=failure.retry_after_ms)
     return None
+
+
+def taken(answer: Any) -> Any:
+    """The shard's reply; a rejection is raised as what the client is told."""
+    if isinstance(answer, Rejection):
+        raise ApiError(answer.code, answer.message, answer.field, facts=dict(answer.detail) or None)
+    return answer
 
 
 def decoding_error(failure: Exception, body: bytes) -> ApiError:

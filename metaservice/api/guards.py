@@ -35,12 +35,27 @@ class Gate:
         self.tick = 0
         self.connections: set[Guarded] = set()
         self._turned_away: set[Guarded] = set()
+        self.empty = asyncio.Event()
+        """Whether there is no connection."""
+        self.empty.set()
         self.in_flight = 0
         self.buffered_bytes = 0
         self.closing = False
         """Set while the server stops: every answer from now on is a connection's last."""
         self._metrics = metrics
+        self._head_source: list[tuple[bytes, bytes]] | None = None
+        self._head_lines = b""
         self._sweep: asyncio.TimerHandle | None = None
+
+    def head_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Headers that every response has, as they are sent.
+
+        The list is another one once a second: its date changed.
+        """
+        if self._head_source is not headers:
+            self._head_source = headers
+            self._head_lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        return self._head_lines
 
     def due_in(self, delay_ms: int) -> int:
         """The tick that is at least `delay_ms` away."""
@@ -70,6 +85,7 @@ class Gate:
             self.refused("overloaded")
             return False
         self.connections.add(connection)
+        self.empty.clear()
         self._metrics.connections = len(self.connections)
         return True
 
@@ -84,6 +100,8 @@ class Gate:
         """A connection is gone."""
         self.connections.discard(connection)
         self._turned_away.discard(connection)
+        if not self.connections:
+            self.empty.set()
         self._metrics.connections = len(self.connections)
 
     def enter(self) -> bool:

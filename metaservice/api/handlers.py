@@ -10,13 +10,12 @@ from typing import Any
 from msgspec import Struct
 
 from metaservice.core import commands, replies
-from metaservice.core.rejections import Rejection
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import Span
 from metaservice.wire import schemas as wire
 
 from . import convert, render
-from .errors import ApiError, error_of
+from .errors import ApiError, taken
 from .http import HttpRequest
 from .names import name
 from .port import InstanceInfo, ShardPort
@@ -104,7 +103,7 @@ class Handlers:
         shard = self._shard
         instance = call.segments[3]
         info = self._instance(instance)
-        looked: replies.Looked = _taken(shard.read(convert.lookup(instance, info, body, shard.limits)))
+        looked: replies.Looked = taken(shard.read(convert.lookup(instance, info, body, shard.limits)))
         self._metrics.looked(looked.mode, looked.cut, looked.asked, looked.hits, looked.lease is not None)
         if call.span is not None:
             call.attributes.update(
@@ -129,7 +128,7 @@ class Handlers:
         shard = self._shard
         instance = call.segments[3]
         info = self._instance(instance)
-        started: replies.Started = _taken(
+        started: replies.Started = taken(
             await shard.submit(convert.start_write(instance, info, body, shard.limits))
         )
         self._metrics.started(started.outcomes, started.reasons)
@@ -149,7 +148,7 @@ class Handlers:
 
     async def finish(self, call: Call, body: wire.FinishRequest) -> Struct:
         command = convert.finish(self._id(call, "session"), body, self._shard.number, self._shard.limits)
-        finished: replies.Finished = _taken(await self._shard.submit(command))
+        finished: replies.Finished = taken(await self._shard.submit(command))
         self._metrics.finished(finished.status, finished.published)
         if call.span is not None:
             call.attributes.update(
@@ -159,19 +158,19 @@ class Handlers:
 
     async def renew_write(self, call: Call, body: wire.RenewWriteRequest) -> Struct:
         command = convert.renew_write(self._id(call, "session"), body, self._shard.number)
-        renewed: replies.Renewed = _taken(await self._shard.submit(command))
+        renewed: replies.Renewed = taken(await self._shard.submit(command))
         return wire.RenewWriteReply(ttl_ms=renewed.ttl_ms)
 
     async def abort(self, call: Call, body: wire.AbortRequest) -> Struct:
         command = convert.abort(self._id(call, "session"), body, self._shard.number)
-        aborted: replies.Aborted = _taken(await self._shard.submit(command))
+        aborted: replies.Aborted = taken(await self._shard.submit(command))
         self._metrics.aborted(aborted.freed)
         return wire.AbortReply(freed=aborted.freed)
 
     async def remove(self, call: Call, body: wire.RemoveRequest) -> Struct:
         instance = call.segments[3]
         info = self._instance(instance)
-        removed: replies.Removed = _taken(
+        removed: replies.Removed = taken(
             await self._shard.submit(convert.remove(instance, info, body, self._shard.limits))
         )
         self._metrics.removed(removed.outcomes)
@@ -186,7 +185,7 @@ class Handlers:
         return self._leases(call, self._shard.read(command))
 
     def _leases(self, call: Call, answered: Any) -> Struct:
-        reply: replies.LeasesAnswered = _taken(answered)
+        reply: replies.LeasesAnswered = taken(answered)
         self._metrics.leases(reply.outcomes)
         return render.leases(reply, call.as_msgpack)
 
@@ -197,7 +196,7 @@ class Handlers:
         command = commands.RegisterEngine(
             engine=engine, incarnation=body.incarnation, instance=body.instance or "", rank=body.rank
         )
-        registered: replies.Registered = _taken(await self._shard.submit(command))
+        registered: replies.Registered = taken(await self._shard.submit(command))
         return self._registered(registered, self._instance_storages(body.instance))
 
     async def register_worker(self, call: Call, body: wire.RegisterWorkerRequest) -> Struct:
@@ -205,7 +204,7 @@ class Handlers:
         command = commands.RegisterWorker(
             worker=worker, incarnation=body.incarnation, storages=tuple(body.storages)
         )
-        registered: replies.Registered = _taken(await self._shard.submit(command))
+        registered: replies.Registered = taken(await self._shard.submit(command))
         return self._registered(registered, body.storages)
 
     def heartbeat_engine(self, call: Call, body: wire.HeartbeatRequest) -> Struct:
@@ -216,7 +215,7 @@ class Handlers:
 
     def _heartbeat(self, id: str, kind: str, body: wire.HeartbeatRequest) -> Struct:
         command = commands.Heartbeat(kind=kind, id=id, incarnation=body.incarnation)
-        beat: replies.Beat = _taken(self._shard.read(command))
+        beat: replies.Beat = taken(self._shard.read(command))
         return wire.HeartbeatReply(
             status=beat.status,
             heartbeat_ms=self._shard.limits.heartbeat_ms,
@@ -245,10 +244,10 @@ class Handlers:
         if self.stopping.is_set() or self._polls >= self._settings.long_polls_max:
             wait_ms = 0
         if wait_ms:
-            taken = await self._poll(call.request, command, wait_ms)
+            answer = await self._poll(call.request, command, wait_ms)
         else:
-            taken = self._shard.read(command)
-        tasks: replies.Tasks = _taken(taken)
+            answer = self._shard.read(command)
+        tasks: replies.Tasks = taken(answer)
         known = {task.storage: self._storage_ref(task.storage) for task in tasks.tasks}
         return wire.TakeTasksReply(
             tasks=[
@@ -280,14 +279,14 @@ class Handlers:
     async def confirm_task(self, call: Call, body: wire.ConfirmTaskRequest) -> Struct:
         worker = self._id(call, "worker")
         task = name(call.segments[5], "task")
-        confirmed: replies.Confirmed = _taken(
+        confirmed: replies.Confirmed = taken(
             await self._shard.submit(convert.confirm_task(worker, task, body, self._shard.limits))
         )
         return wire.ConfirmTaskReply(gone=confirmed.gone, again=confirmed.again)
 
     def unknown_places(self, call: Call, body: wire.UnknownRequest) -> Struct:
         command = convert.unknown_places(self._id(call, "worker"), body, self._shard.limits)
-        found: replies.UnknownPlaces = _taken(self._shard.read(command))
+        found: replies.UnknownPlaces = taken(self._shard.read(command))
         return wire.UnknownReply(unknown=render.flags(found.unknown, call.as_msgpack))
 
     # ------------------------------------------------------------ helpers
@@ -355,10 +354,3 @@ class Handlers:
         view: Any = self._shard.describe_one("instances", instance) if instance else None
         group: Any = None if view is None else self._shard.describe_one("groups", view.group)
         return [] if group is None else list(group.storages)
-
-
-def _taken(answer: Any) -> Any:
-    """The reply; a rejection is raised as what the client is told."""
-    if isinstance(answer, Rejection):
-        raise error_of(answer) or AssertionError(answer)
-    return answer

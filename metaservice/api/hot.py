@@ -16,7 +16,7 @@ from metaservice.telemetry.metrics import Metrics, RouteStats
 from metaservice.telemetry.tracing import Tracer
 
 from .decode import BodyDecoder
-from .errors import ApiError, error_of, problem_response
+from .errors import FAULT, ApiError, error_of, problem_response
 from .handlers import Call, Handler, Handlers
 from .http import Answer, HttpRequest, HttpResponse
 from .media import JSON, MSGPACK, reply_is_msgpack
@@ -141,7 +141,7 @@ class HotRoutes:
                 call.request_id,
                 exc_info=failure,
             )
-            error = ApiError("internal", "this request met a fault of the service; its log has more")
+            error = ApiError("internal", FAULT)
         if call.span is not None:
             call.attributes["error.type"] = error.code
         return problem_response(

@@ -1,20 +1,22 @@
 """The OpenAPI document: FastAPI's part, and the hot routes from their wire structs, in both encodings."""
 
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from metaservice.core import model
 from metaservice.wire import schemas as wire
 
-from .documents import PROBLEM_RESPONSES
+from .convert import MODES
+from .documents import PROBLEM_RESPONSES, REF, VIEWS
 from .errors import ProblemBody
 from .hot import Route
 from .names import OPENAPI_NAME_PATTERN
 
-REF = "#/components/schemas/{name}"
 _HEX = {"type": "string", "pattern": "^([0-9A-Fa-f]{2}){16,64}$", "description": "A block key as hex text."}
 _INTEGER = {"type": "integer", "minimum": 0}
 
@@ -56,19 +58,11 @@ _CODES: dict[tuple[str, str], type[Any]] = {
     ("LeaseReply", "outcomes"): wire.LeaseOutcome,
     ("RemoveReply", "outcomes"): wire.RemoveOutcome,
 }
-_VIEW: dict[str, Any] = {
-    "type": "object",
-    "description": "One registered thing: how it was registered, what it uses, which switch it has.",
-    "additionalProperties": True,
+_NAMED: dict[str, type[IntEnum]] = {
+    kind.__name__: kind
+    for kind in (model.GroupKind, model.SwitchMode, model.SwitchScope, model.EvictionPolicy)
 }
-_PAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["items", "next_page_token"],
-    "properties": {
-        "items": {"type": "array", "items": {"$ref": REF.format(name="View")}},
-        "next_page_token": {"type": "string", "description": "Empty on the last page."},
-    },
-}
+"""Enumerations that are told by name."""
 
 
 def document(app: FastAPI, routes: Iterable[Route]) -> bytes:
@@ -84,11 +78,16 @@ def document(app: FastAPI, routes: Iterable[Route]) -> bytes:
     _, schemas = msgspec.json.schema_components([*kinds, ProblemBody], ref_template=REF)
     for name, schema in schemas.items():
         _complete(name, schema)
+    _, viewed = msgspec.json.schema_components([*VIEWS], ref_template=REF)
+    for name, schema in viewed.items():
+        if name in _NAMED:
+            schema.clear()
+            schema.update(type="string", enum=[member.name for member in _NAMED[name]])
+    viewed["BlockDetail"]["properties"].update(key=_HEX, parent=_NULLABLE_KEY)
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
+    components.update(viewed)
     components.update(schemas)
     components["Problem"] = components.pop("ProblemBody")
-    components["View"] = _VIEW
-    components["Page"] = _PAGE
     for route in routes:
         openapi["paths"].setdefault(route.template, {})[route.method.lower()] = _operation(route)
     for path in openapi["paths"].values():
@@ -142,6 +141,8 @@ def _both_encodings(operation: dict[str, Any]) -> None:
 
 def _complete(name: str, schema: dict[str, Any]) -> None:
     """Columns are `Any` to msgspec; say what they hold. Patterns in the dialect of OpenAPI."""
+    if name == "LookupRequest":
+        schema["properties"]["mode"]["enum"] = [*MODES]
     for field, described in schema.get("properties", {}).items():
         if (kind := _CODES.get((name, field))) is not None:
             schema["properties"][field] = _names(kind)

@@ -8,6 +8,7 @@ is complete, a refusal is the connection's last answer, and each phase has a dea
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Coroutine
 from enum import IntEnum
@@ -18,9 +19,11 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from .app import App, too_large
-from .errors import ApiError
+from .errors import FAULT, ApiError
 from .guards import NEVER, Gate, Refusal, written
 from .http import SPECIAL_HEADERS, HttpRequest, HttpResponse
+
+log = logging.getLogger("metaservice.api")
 
 
 class Phase(IntEnum):
@@ -129,6 +132,9 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             # Another protocol was offered; this one answer is HTTP/1.1 all the same.
             self._keep_no_longer()
+        except httptools.HttpParserCallbackError:
+            log.exception("fault while a request was read")
+            self._refuse(ApiError("internal", FAULT))
         except httptools.HttpParserError as failure:
             self._refuse(ApiError("bad_request", f"this is not HTTP/1.1: {failure}"))
         if self._phase is Phase.head and self._fed_bytes > self._limits.header_bytes_max:
@@ -169,23 +175,23 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > self._limits.header_bytes_max:
+            self._refuse(self._head_too_large())
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + 4)
+        self._head_bytes += len(name) + len(value) + 4
+        headers = self._headers
+        if self._head_bytes > self._limits.header_bytes_max or len(headers) >= self._limits.headers_max:
+            self._refuse(self._head_too_large())
         if self._phase is not Phase.head:
-            return  # a trailer: counted, not used
+            return  # refused; or a trailer: counted, not used
         name = name.lower()
-        self._headers.append((name, value))
+        headers.append((name, value))
         if name == b"host":
             self._hosts += 1
         elif name == b"expect" and value.lower() == b"100-continue":
             self._expects = True
-
-    def _count_head(self, count: int) -> None:
-        self._head_bytes += count
-        if self._head_bytes > self._limits.header_bytes_max or len(self._headers) >= self._limits.headers_max:
-            self._refuse(self._head_too_large())
 
     def on_headers_complete(self) -> None:
         if self._phase is Phase.refused:
@@ -220,6 +226,8 @@ class Connection(asyncio.Protocol):
                 setattr(request, attribute, value)
             elif name == b"content-length":
                 request.sized = True
+                if not value.isdigit():
+                    raise ApiError("bad_request", "Content-Length is no number", "content-length")
                 if len(value) > 18 or int(value) > self._limits.body_bytes_max:
                     raise ApiError("body_too_large", too_large(self._limits))
             elif name == b"transfer-encoding":
@@ -291,7 +299,11 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             return
         self._current = request
-        answer = self._app.answer(request)
+        try:
+            answer = self._app.answer(request)
+        except Exception:
+            log.exception("fault while a request was answered")
+            answer = self._app.problem(ApiError("internal", FAULT))
         if isinstance(answer, HttpResponse):
             self._answered(request, answer)
             return
@@ -306,6 +318,9 @@ class Connection(asyncio.Protocol):
         except asyncio.CancelledError:
             reason = "the request took too long" if self._overran else "the service is stopping"
             response = self._app.problem(ApiError("overloaded" if self._overran else "not_ready", reason))
+        except Exception:
+            log.exception("fault while a request was answered")
+            response = self._app.problem(ApiError("internal", FAULT))
         self._answered(request, response)
 
     def _answered(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -415,5 +430,5 @@ class Connection(asyncio.Protocol):
         )
 
     def _write(self, response: HttpResponse, *, close: bool, head_only: bool = False) -> None:
-        default = b"".join([b"%b: %b\r\n" % header for header in self._state.default_headers])
+        default = self._gate.head_lines(self._state.default_headers)
         self._transport.write(written(response, default, close=close, head_only=head_only))

@@ -5,9 +5,8 @@ bounded.
 import asyncio
 import ipaddress
 import logging
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 from typing import cast
@@ -20,6 +19,11 @@ from .protocol import Connection
 from .settings import ApiSettings
 
 log = logging.getLogger("metaservice.api")
+
+DATE_S = 1.0
+"""How often the date in responses is renewed."""
+CUT_S = 1.0
+"""How long a request that was cut may take to notice."""
 
 
 class RemoteRefused(ValueError):
@@ -57,7 +61,7 @@ class ApiServer(uvicorn.Server):
         self._settings = settings
         self._host = host
         self._port = port
-        self._listening = asyncio.Event()
+        self._on_started: Callable[[int], None] | None = None
         self._stopping = asyncio.Event()
         connection = cast(type[asyncio.Protocol], partial(Connection, self.gate, app))
         super().__init__(
@@ -74,68 +78,69 @@ class ApiServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=settings.backlog,
-                timeout_graceful_shutdown=max(1, -(-settings.graceful_timeout_ms // 1000)),
             )
         )
 
     async def run_until_stopped(self, on_started: Callable[[int], None] | None = None) -> None:
         """Bind, call `on_started` with the port, serve until `request_stop`, drain.
 
-        Raises OSError when it cannot bind.
+        Raises OSError when it cannot bind. When it is cancelled it drains too, in the same bounded time.
         """
         listener = self._bind()
         self.bound_port = int(listener.getsockname()[1])
+        self._on_started = on_started
         self.gate.start()
-        serving = asyncio.create_task(self.serve(sockets=[listener]))
         try:
-            await self._either(serving, self._listening)
-            if on_started is not None and self.started:
-                on_started(self.bound_port)
-            await self._either(serving, self._stopping)
-            await self._drain(serving)
+            await self.serve(sockets=[listener])
+        except asyncio.CancelledError:
+            if self.started:
+                await self.shutdown([listener])
+            raise
         finally:
-            self.should_exit = True
             self.gate.stop()
             listener.close()
-            if not serving.done():
-                serving.cancel()
 
     def request_stop(self) -> None:
         """Begin to stop; may be called again, and from a signal handler of the loop."""
         self._app.begin_drain()
         self._stopping.set()
 
-    async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; called by uvicorn."""
-        await super().startup(sockets)
-        self._listening.set()
+    async def main_loop(self) -> None:
+        """Serve; called by uvicorn once it listens.
 
-    @staticmethod
-    async def _either(serving: "asyncio.Task[None]", event: asyncio.Event) -> None:
-        """Wait for the event, or for the server to end by itself."""
-        waiting = asyncio.create_task(event.wait())
-        await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-
-    async def _drain(self, serving: "asyncio.Task[None]") -> None:
-        settings = self._settings
+        Ends when the drain has begun and its delay has passed.
+        """
+        if self._on_started is not None:
+            self._on_started(self.bound_port)
+        while not self._stopping.is_set():
+            await self.on_tick(0)  # the date of the responses
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), DATE_S)
         self._app.begin_drain()
         self._app.end_polls()
-        if settings.drain_delay_ms:
-            await asyncio.sleep(settings.drain_delay_ms / 1000)
+        if self._settings.drain_delay_ms:
+            await asyncio.sleep(self._settings.drain_delay_ms / 1000)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Take no new connections, let requests in progress end, and cut what does not within the limit."""
+        self._app.begin_drain()
+        self._app.end_polls()
         self.gate.closing = True
-        self.should_exit = True
-        # uvicorn waits for its tasks with its own limit; what is left after ours is cut.
-        await asyncio.wait([serving], timeout=settings.graceful_timeout_ms / 1000)
+        for listener in self.servers:
+            listener.close()
+        for connection in list(self.gate.connections):
+            cast(Connection, connection).shutdown()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.gate.empty.wait(), self._settings.graceful_timeout_ms / 1000)
+        if self.gate.connections:
+            log.warning("%d connections did not end in time and were cut", len(self.gate.connections))
         for connection in list(self.gate.connections):
             cast(Connection, connection).abort()
-        if not serving.done():
-            log.warning("%d requests did not end in time and were cut", len(self.server_state.tasks))
-            for task in list(self.server_state.tasks):
-                task.cancel()
-            await asyncio.wait([serving], timeout=1.0)
-        if serving.done() and not serving.cancelled():
-            serving.result()
+        tasks = list(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CUT_S)
 
     def _bind(self) -> socket:
         family = AF_INET6 if ":" in self._host else AF_INET
@@ -155,30 +160,3 @@ class ApiServer(uvicorn.Server):
         clean up.
         """
         yield
-
-
-async def serve(
-    app: App,
-    host: str,
-    port: int,
-    settings: ApiSettings,
-    on_started: Callable[[int], None] | None = None,
-    *,
-    allow_remote: bool = False,
-    handle_signals: bool = False,
-) -> None:
-    """Serve `app` until SIGTERM or SIGINT (when `handle_signals`) or until this is cancelled, then drain.
-
-    `on_started` gets the bound port (of `port` 0, the one that was found). Raises RemoteRefused for an
-    address that is not loopback without `allow_remote`, OSError when the address cannot be bound.
-    """
-    server = ApiServer(app, host, port, settings, allow_remote=allow_remote)
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT) if handle_signals else ()
-    for number in signals:
-        loop.add_signal_handler(number, server.request_stop)
-    try:
-        await server.run_until_stopped(on_started)
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

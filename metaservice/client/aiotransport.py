@@ -147,7 +147,6 @@ class AsyncTransport:
                 except Stale:
                     link.close()
                     link = None
-                    pool.close_idle()
                     if not repeatable:
                         raise CallFailed(CONNECTION_LOST, "closed before an answer") from None
             if reply is None:

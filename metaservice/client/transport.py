@@ -131,9 +131,7 @@ class Transport:
                 try:
                     reply = connection.exchange(request, deadline_ms)
                 except Stale:
-                    with self._changed:
-                        self._discard(connection)
-                        self._close_idle()
+                    self._discard(connection)
                     connection = None
                     if not repeatable:
                         raise CallFailed(CONNECTION_LOST, "closed before an answer") from None

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from . import events as ev
 from .admission import watermarks
 from .eviction import offer
-from .index import Table, packed_slots, unpacked_slots
+from .index import Table, packed_slots, split, unpacked_slots
 from .memory import Memory
 from .model import (
     ENDED_SESSIONS,
@@ -237,9 +237,7 @@ def _write_started(state: State, memory: Memory, event: ev.WriteStarted) -> None
     slots = unpacked_slots(event.slots)
     generations = array("I", event.generations)
     storages = array("H", event.storages)
-    length = instance.fingerprint.key_length
-    packed = event.keys
-    keys = [packed[at : at + length] for at in range(0, len(packed), length)]
+    keys = split(event.keys, instance.fingerprint.key_length)
     parents = list(event.parents) if event.parents is not None else [event.parent, *keys[:-1]]
     index.reserve(table, slots, generations, storages, keys, parents, event.session)
     session = Session(

@@ -48,9 +48,10 @@ class Deletions:
         self._limits = limits
         self._shard = shard
         self._queue: dict[int, list[tuple[int, int]]] = {}
+        self._waiting: dict[int, int] = {}
+        """slot -> when its bytes may go. A heap entry that says otherwise is of an earlier use or an earlier
+        try."""
         self._leased: set[int] = set()
-        self._handed: set[int] = set()
-        """Slots in the hands of a worker now."""
         self._open: OrderedDict[str, Handed] = OrderedDict()
         self._ended: OrderedDict[str, Handed] = OrderedDict()
         self._next = 1
@@ -61,9 +62,10 @@ class Deletions:
         self.timeouts = 0
 
     def queue(self, slots: Iterable[int], ready_ms: int) -> None:
-        """Deleting from now on; the bytes may go at `ready_ms`."""
+        """Durably deleting; the bytes may go at `ready_ms`."""
         storage = self._index.storage
         for slot in slots:
+            self._waiting[slot] = ready_ms
             heappush(self._queue.setdefault(storage[slot], []), (ready_ms, slot))
 
     def unpinned(self, slots: list[int]) -> None:
@@ -85,16 +87,13 @@ class Deletions:
             by_table: dict[int, list[int]] = {}
             queue = self._queue.get(number, [])
             while queue and queue[0][0] <= now_ms and limit > 0:
-                slot = heappop(queue)[1]
-                # An entry may be of an earlier use of the slot, in another storage too: replay took none out.
-                if state.deleting.get(slot, now_ms + 1) > now_ms or slot in self._handed:
+                ready_ms, slot = heappop(queue)
+                if self._waiting.get(slot) != ready_ms or self._index.storage[slot] != number:
                     continue
-                if self._index.storage[slot] != number:
-                    continue
+                del self._waiting[slot]
                 if self._index.pins[slot]:
                     self._leased.add(slot)
                     continue
-                self._handed.add(slot)
                 by_table.setdefault(self._index.table[slot], []).append(slot)
                 limit -= 1
             tasks += [
@@ -110,7 +109,6 @@ class Deletions:
         """The task is answered; what failed is offered again a little later."""
         if self._open.pop(task.name, None) is not None:
             self._keep(task)
-            self._handed.difference_update(task.slots)
         self.queue(failed, now_ms + self._limits.task_retry_ms)
 
     def gone(self, slots: Iterable[int]) -> None:
@@ -120,7 +118,7 @@ class Deletions:
             if late is not None:
                 self.overdue_bytes[self._index.storage[slot]] -= late
             self._leased.discard(slot)
-            self._handed.discard(slot)
+            self._waiting.pop(slot, None)
 
     def expire(self, now_ms: int) -> int:
         """Take back what was not confirmed in time, so that another worker gets it. Returns how many
@@ -130,7 +128,6 @@ class Deletions:
         for task in late:
             del self._open[task.name]
             self._keep(task)
-            self._handed.difference_update(task.slots)
             again = [
                 slot
                 for slot, generation in zip(task.slots, task.generations, strict=True)

@@ -158,6 +158,7 @@ class WriteStarted(_Base, frozen=True, array_like=True, tag="write_started"):
     wait_ms: bytes
     evicted: int
     request_id: str
+    group: str
 
 
 class WriteFinished(_Base, frozen=True, array_like=True, tag="write_finished"):

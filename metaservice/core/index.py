@@ -10,6 +10,7 @@ under the same key. Dependents of a block that is not there are counted in `Tabl
 arrives.
 """
 
+import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
@@ -110,9 +111,11 @@ class BlockIndex:
         visible = self.visible
         return found, bytes([0 if slot is None else visible[slot] for slot in found])
 
-    def visible_prefix(self, table: Table, keys: Sequence[bytes], parent: bytes | None) -> list[int]:
-        """Slots of the longest readable run from `keys[0]` whose recorded parents are the keys before
-        them."""
+    def visible_prefix(
+        self, table: Table, keys: Sequence[bytes], parent: bytes | None
+    ) -> tuple[list[int], tuple[int, int] | None]:
+        """Slots of the longest readable run from `keys[0]` whose recorded parents are the keys before them,
+        and their span when they lie in one run."""
         found = list(map(table.slots.get, keys))
         try:
             count = found.index(None)
@@ -120,26 +123,27 @@ class BlockIndex:
             count = len(found)
         run: list[int] = found[:count] if count < len(found) else found  # type: ignore[assignment]
         if not run:
-            return run
+            return run, None
         span = span_of(run)
         visible = self.visible
         flags = visible[slice(*span)] if span is not None else bytes(map(visible.__getitem__, run))
         hidden = flags.find(0)
-        if hidden == 0:
-            return []
-        if hidden > 0:
-            run, span = run[:hidden], None
-        recorded = self.parent[slice(*span)] if span else list(map(self.parent.__getitem__, run))
-        expected: list[bytes | None] = [parent, *keys[: len(run) - 1]]
+        if hidden >= 0:
+            run = run[:hidden]
+            span = (run[0], run[0] + hidden) if span is not None and run else None
+        recorded = self.parent[slice(*span)] if span is not None else list(map(self.parent.__getitem__, run))
+        expected: list[bytes | None] = [parent, *keys[: len(run) - 1]] if run else []
         if recorded != expected:
             for row, (one, other) in enumerate(zip(recorded, expected, strict=True)):
                 if one != other:
-                    return run[:row]
-        return run
+                    return run[:row], (span[0], span[0] + row) if span is not None and row else None
+        return run, span
 
-    def places(self, slots: Sequence[int]) -> "tuple[array[int], array[int], bytes]":
-        """Generations, storage numbers and checksums (u64, slot-major over the parts) of the slots."""
-        span = span_of(slots)
+    def places(
+        self, slots: Sequence[int], span: tuple[int, int] | None = None
+    ) -> "tuple[array[int], array[int], bytes]":
+        """Generations, storage numbers and checksums (u64, slot-major over the parts) of the slots, which may
+        be known to be one run."""
         if span is not None:
             run = slice(*span)
             return self.generation[run], self.storage[run], b"".join(self.sums[run])
@@ -177,32 +181,24 @@ class BlockIndex:
         session: int,
     ) -> None:
         """Gone -> writing, for new blocks of one table. `slots` must come from `free_slots`."""
-        self._claim(slots)
         count = len(slots)
-        number = table.number
-        run = span_of(slots)
-        if run is not None:
-            at, end = run
-            self.key[at:end] = keys
-            self.parent[at:end] = parents
-            self.table[at:end] = array("I", (number,)) * count
-            self.state[at:end] = bytes((WRITING,)) * count
-            self.generation[at:end] = generations
-            self.storage[at:end] = storages
-            self.done[at:end] = array("Q", (0,)) * count
-            self.children[at:end] = array("I", (0,)) * count
-            self.session[at:end] = array("Q", (session,)) * count
+        if not self.free and slots[0] == len(self.key):
+            self._append(table.number, generations, storages, keys, parents, session)
         else:
+            self._claim(slots)
             for row, slot in enumerate(slots):
                 self.key[slot] = keys[row]
                 self.parent[slot] = parents[row]
-                self.table[slot] = number
+                self.table[slot] = table.number
                 self.state[slot] = WRITING
                 self.generation[slot] = generations[row]
                 self.storage[slot] = storages[row]
                 self.done[slot] = 0
                 self.children[slot] = 0
                 self.session[slot] = session
+        assert len(keys) == len(parents) == len(generations) == len(storages) == count, (
+            "columns differ in length"
+        )
         assert table.slots.keys().isdisjoint(keys), "a key is reserved that has a live location"
         table.slots.update(zip(keys, slots, strict=True))
         self._link(table, slots, keys, parents)
@@ -210,8 +206,8 @@ class BlockIndex:
     def publish(self, slots: "array[int]") -> None:
         """Writing -> serving: the last part is in. Readers see it when `reveal` follows, once that is
         durable."""
-        self._assert_from(slots, _FROM_FINISHED)
         run = span_of(slots)
+        self._assert_from(slots, _FROM_FINISHED, run)
         if run is not None:
             at, end = run
             self.state[at:end] = bytes((SERVING,)) * len(slots)
@@ -289,7 +285,7 @@ class BlockIndex:
     ) -> None:
         """Add newly written parts and their checksums (u64, slot-major over all parts of the table)."""
         width = 8 * len(table.parts)
-        rows = [checksums[at : at + width] for at in range(0, len(checksums), width)]
+        rows = split(checksums, width)
         if masks is None:
             full, sums, done = table.full_mask, self.sums, self.done
             run = span_of(slots)
@@ -310,6 +306,29 @@ class BlockIndex:
             self.done[slot] |= mask
 
     # ------------------------------------------------------------ inner
+
+    def _append(
+        self,
+        table: int,
+        generations: "array[int]",
+        storages: "array[int]",
+        keys: list[bytes],
+        parents: list[bytes | None],
+        session: int,
+    ) -> None:
+        """Fresh slots behind all others."""
+        count = len(keys)
+        self.key += keys
+        self.parent += parents
+        self.sums.extend(repeat(b"", count))
+        self.table += array("I", (table,)) * count
+        self.state += bytes((WRITING,)) * count
+        self.generation += generations
+        self.storage += storages
+        self.session += array("Q", (session,)) * count
+        for column in (self.done, self.children, self.used_ms, self.pins):
+            column.frombytes(bytes(count * column.itemsize))
+        self.visible += bytes(count)
 
     def _claim(self, slots: "array[int]") -> None:
         """Take the slots off the free list and make sure the columns reach them."""
@@ -355,7 +374,11 @@ class BlockIndex:
                     del table.pending[key]
                     children[slot] += waiting
 
-    def _assert_from(self, slots: "array[int]", allowed: frozenset[int]) -> None:
+    def _assert_from(
+        self, slots: "array[int]", allowed: frozenset[int], span: tuple[int, int] | None = None
+    ) -> None:
+        if span is not None and any(self.state.count(state, *span) == len(slots) for state in allowed):
+            return
         found = set(map(self.state.__getitem__, slots))
         assert found <= allowed, f"transition from {[LocationState(state).name for state in found - allowed]}"
 
@@ -375,6 +398,11 @@ def span_of(slots: Sequence[int]) -> tuple[int, int] | None:
     if count > 2 and slots != (list(run) if isinstance(slots, list) else array("I", run)):
         return None
     return first, first + count
+
+
+def split(packed: bytes, width: int) -> list[bytes]:
+    """The rows of a packed column of `width` bytes each (one call in C, however many rows)."""
+    return list(struct.unpack(f"{width}s" * (len(packed) // width), packed))
 
 
 def packed_slots(slots: Iterable[int]) -> bytes:

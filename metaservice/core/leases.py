@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from .ids import lease_name
-from .index import BlockIndex, live_of, span_of
+from .index import BlockIndex, live_of
 from .model import Limits
 from .outcomes import LeaseOutcome
 from .replies import Looked
@@ -20,11 +20,13 @@ from .replies import Looked
 class Segment:
     """Blocks of one lease with a common deadline."""
 
-    __slots__ = ("deadline_ms", "slots")
+    __slots__ = ("deadline_ms", "slots", "span")
 
-    def __init__(self, deadline_ms: int, slots: "array[int]") -> None:
+    def __init__(self, deadline_ms: int, slots: "array[int]", span: tuple[int, int] | None = None) -> None:
         self.deadline_ms = deadline_ms
         self.slots = slots
+        self.span = span
+        """(first, end) when the slots are known to be one run."""
 
 
 class Lease:
@@ -81,17 +83,19 @@ class Leases:
     def grant(
         self,
         slots: "array[int]",
+        span: tuple[int, int] | None,
         generations: "array[int]",
         deadline_ms: int,
         epoch: int,
         request: tuple[str, str] | None,
         reply: Looked | None,
     ) -> str:
-        """Pin the slots under a new name until the deadline."""
+        """Pin the slots under a new name until the deadline. `span`: (first, end) when they are known to be
+        one run."""
         name = lease_name(self._shard, epoch, self._next)
         self._next += 1
-        _add(self._index.pins, slots, 1)
-        lease = Lease(name, Segment(deadline_ms, slots), generations, request, reply)
+        _add(self._index.pins, slots, span, 1)
+        lease = Lease(name, Segment(deadline_ms, slots, span), generations, request, reply)
         self._held[name] = lease
         if request is not None:
             self._by_request[request] = lease
@@ -159,7 +163,7 @@ class Leases:
                 ended += 1
             else:
                 for segment in past:
-                    self._unpin(segment.slots)
+                    self._unpin(segment)
                 lease.segments = [segment for segment in lease.segments if segment.deadline_ms > now_ms]
                 heappush(heap, (min(segment.deadline_ms for segment in lease.segments), name))
         self.expired += ended
@@ -170,11 +174,13 @@ class Leases:
         if ended is None:
             return LeaseOutcome.unknown, 0
         outcome, slots, generations = ended
+        if outcome is LeaseOutcome.released:
+            return outcome, 0
         return outcome, live_of(self._index, slots, generations).count(0)
 
     def _end(self, lease: Lease, outcome: LeaseOutcome) -> None:
         for segment in lease.segments:
-            self._unpin(segment.slots)
+            self._unpin(segment)
         del self._held[lease.name]
         if lease.request is not None and self._by_request.get(lease.request) is lease:
             del self._by_request[lease.request]
@@ -182,17 +188,23 @@ class Leases:
         if len(self._ended) > self._limits.ended_leases_max:
             self._ended.popitem(last=False)
 
-    def _unpin(self, slots: "array[int]") -> None:
-        pins, index = self._index.pins, self._index
-        _add(pins, slots, -1)
+    def _unpin(self, segment: Segment) -> None:
+        pins, index, slots = self._index.pins, self._index, segment.slots
+        _add(pins, slots, segment.span, -1)
         if index.deleting_count:
             self.unpinned += [slot for slot in slots if not pins[slot] and index.is_deleting(slot)]
 
 
-def _add(pins: "array[int]", slots: "array[int]", amount: int) -> None:
-    span = span_of(slots)
-    if span is not None:
-        pins[slice(*span)] = array("I", map(amount.__add__, pins[slice(*span)]))
+def _add(pins: "array[int]", slots: "array[int]", span: tuple[int, int] | None, amount: int) -> None:
+    """Add to the pins of the slots; one run of slots with equal pins, the usual case, costs nearly
+    nothing."""
+    if span is None:
+        for slot in slots:
+            pins[slot] += amount
         return
-    for slot in slots:
-        pins[slot] += amount
+    run = slice(*span)
+    raw = pins[run].tobytes()
+    if raw == raw[:4] * len(slots):
+        pins[run] = array("I", (pins[span[0]] + amount,)) * len(slots)
+    else:
+        pins[run] = array("I", map(amount.__add__, pins[run]))

@@ -37,6 +37,8 @@ def lookup(state: State, memory: Memory, command: Lookup, now_ms: int) -> Looked
         return table
     request = (command.engine, command.request_id) if command.request_id and command.lease_ms else None
     if request is not None and (first := memory.leases.of_request(request)) is not None:
+        assert first.lease is not None
+        memory.leases.renew(first.lease, now_ms + first.lease_ms, None)
         return first
     switch = instance.effective
     if switch is not None and switch.mode is SwitchMode.bypass:
@@ -54,7 +56,7 @@ def lookup(state: State, memory: Memory, command: Lookup, now_ms: int) -> Looked
     reply = _MODE[command.mode](state, instance, table, command)
     reply.switch = reply.switch or switch
     if reply.hits and reply.located is not None:
-        _touch_and_lease(state, memory, command, reply, request, now_ms)
+        _touch_and_lease(state, memory, command, reply, table, request, now_ms)
     return reply
 
 
@@ -102,14 +104,16 @@ def _table_for(instance: Instance, command: Lookup) -> Table | Rejection:
 
 def _prefix(state: State, instance: Instance, table: Table, command: Lookup) -> Looked:
     keys = command.keys
-    slots = state.index.visible_prefix(table, keys, command.parent)
+    slots, span = state.index.visible_prefix(table, keys, command.parent)
     slots, switch = _readable_run(state, slots)
     cut = "switch" if switch is not None else "none" if len(slots) == len(keys) else "miss"
     if command.limit is not None and len(slots) > command.limit:
         slots, switch, cut = slots[: command.limit], None, "limit"
+    if span is not None:
+        span = (span[0], span[0] + len(slots))
     return Looked(
         command.mode, len(keys), len(slots), 0, cut, len(slots), table.group.name, switch,
-        located=_located(state, slots),
+        located=_located(state, slots, span), span=span,
     )  # fmt: skip
 
 
@@ -133,7 +137,8 @@ def _state(state: State, instance: Instance, table: Table, command: Lookup) -> L
             reply.cut, reply.switch = "miss", None
         reply.hits = reply.cut_at = row + 1
         base = location_base(state.shard)
-        reply.located = _located(state, [location - base for location in reply.located.locations[: row + 1]])
+        kept = [location - base for location in reply.located.locations[: row + 1]]
+        reply.located, reply.span = _located(state, kept), None
         reply.state_group, reply.state = holder.group.name, _located(state, [slot])
         return reply
     reply.cut = "switch" if barred is not None else reply.cut if not reply.hits else "miss"
@@ -239,10 +244,10 @@ def _readable_run(state: State, slots: list[int]) -> tuple[list[int], Switched |
     return slots, None
 
 
-def _located(state: State, slots: list[int]) -> Located:
+def _located(state: State, slots: list[int], span: tuple[int, int] | None = None) -> Located:
     base = location_base(state.shard)
     locations = array("Q", slots) if not base else array("Q", [base + slot for slot in slots])
-    return Located(locations, *state.index.places(slots))
+    return Located(locations, *state.index.places(slots, span))
 
 
 def _touch_and_lease(
@@ -250,26 +255,32 @@ def _touch_and_lease(
     memory: Memory,
     command: Lookup,
     reply: Looked,
+    table: Table,
     request: tuple[str, str] | None,
     now_ms: int,
 ) -> None:
     located = reply.located
     assert located is not None
     base = location_base(state.shard)
-    slots = array("I", located.locations) if not base else array("I", [at - base for at in located.locations])
-    if command.mode == "each":
+    span = reply.span
+    if span is not None:
+        slots = array("I", range(*span))
+    else:
+        slots = array("I", [location - base for location in located.locations])
+    if table.primary and command.mode != "each":
+        memory.touch(slots[-1], now_ms)  # and so the prefix above it
+    else:
         for slot in slots:
             memory.touch(slot, now_ms)
-    else:
-        memory.touch(slots[-1], now_ms)
     generations = located.generations
     if reply.state is not None:
         at = reply.state.locations[0] - base
         memory.touch(at, now_ms)
         slots.append(at)
+        span = None
         generations = generations + reply.state.generations
     if command.lease_ms:
         reply.lease_ms = command.lease_ms
         reply.lease = memory.leases.grant(
-            slots, generations, now_ms + command.lease_ms, state.epoch, request, reply
+            slots, span, generations, now_ms + command.lease_ms, state.epoch, request, reply
         )

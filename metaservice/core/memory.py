@@ -59,7 +59,11 @@ class Memory:
             self.state.index.reveal(self.unrevealed.popleft()[1])
         while self.undeleted and self.undeleted[0][0] <= durable_seq:
             _, slots, not_before_ms = self.undeleted.popleft()
-            self.deletions.queue(slots, not_before_ms)
+            # in replay they may be gone (and even in use) again by now
+            deleting = self.state.deleting
+            self.deletions.queue(
+                [slot for slot in slots if deleting.get(slot) == not_before_ms], not_before_ms
+            )
 
     def watch_session(self, number: int, deadline_ms: int) -> None:
         """The session's deadline is (now) this."""
@@ -75,4 +79,4 @@ class Memory:
             if session is None or session.deadline_ms != deadline_ms:
                 continue  # ended, or renewed: the newer deadline has its own entry
             found.append(number)
-        return found
+        return list(dict.fromkeys(found))  # the same deadline may have been noted twice

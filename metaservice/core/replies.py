@@ -71,6 +71,8 @@ class Looked(Struct):
     located: Located | None = None
     state_group: str = ""
     state: Located | None = None
+    span: tuple[int, int] | None = None
+    """(first, end) when the slots of `located` are known to be one run; of no use outside the core."""
 
 
 class Started(Struct):

@@ -173,9 +173,11 @@ def _admit(
     if not fresh:
         return Admission(0, [], RefusedReason.none, [])
     protected = {slot for slot in found if slot is not None}
-    for needed in wanted if not table.primary else wanted.values():
-        if needed is not None and (slot := table.dependency.slots.get(needed)) is not None:
-            protected.add(slot)
+    protected.update(
+        slot for slot in state.index.find(table, filter(None, wanted.values())) if slot is not None
+    )
+    if not table.primary:
+        protected.update(slot for slot in state.index.find(table.dependency, wanted) if slot is not None)
     return admit(state, memory, instance, table, fresh, protected)
 
 
@@ -226,7 +228,7 @@ def _started_event(
         now_ms + ttl_ms,
         b"".join(keys), first, None if chain else tuple(parents), slots.tobytes(),
         state.index.next_generations(slots).tobytes(), storages.tobytes(), outcomes, reasons, rows, wait_ms,
-        len(admission.victims), command.request_id,
+        len(admission.victims), command.request_id, table.group.name,
     )  # fmt: skip
 
 
@@ -250,7 +252,7 @@ def started_reply(state: State, event: WriteStarted) -> Started:
         storages = array("H", [0 if row == NONE else storages[row] for row in rows])
     wait_ms = array("I", event.wait_ms) if event.wait_ms else array("I", bytes(4 * count))
     return Started(
-        event.session if event.slots else None, event.ttl_ms, state.index.tables[event.table].group.name,
+        event.session if event.slots else None, event.ttl_ms, event.group,
         event.outcomes, event.reasons, located, generations, storages, wait_ms, None, event.evicted,
     )  # fmt: skip
 

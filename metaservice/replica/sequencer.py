@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Executor
 from typing import Any
 
 from metaservice.core import commands as cmd
@@ -22,6 +21,7 @@ from metaservice.journal.port import Journal
 
 from .errors import ShardUnavailable
 from .observer import Observer
+from .thread import JournalThread
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ QUEUE_MAX = 8_192
 TICK_MS = 100
 TICK_LATE_MS_MAX = 1_000
 RETRY_MS = 500
+
+_TOLD = {SessionEnded, MemberExpired, BlocksRemoved}
+"""Events that observers hear of; most batches have none."""
 
 Waiting = tuple[cmd.Command, "asyncio.Future[Any]"]
 
@@ -50,7 +53,7 @@ class Sequencer:
         epoch: int,
         now_ms: Callable[[], int],
         now_s: Callable[[], float],
-        thread: Executor,
+        thread: JournalThread,
         observer: Observer,
     ) -> None:
         self.machine = machine
@@ -194,13 +197,10 @@ class Sequencer:
     async def _append(self, first_seq: int, last_seq: int, payload: bytes) -> None:
         """Get exactly these bytes in. A journal that cannot take them now (full, busy) is tried until it can;
         meanwhile lookups go on and writes are refused with the reason."""
-        loop = asyncio.get_running_loop()
         journal = self._journal
         while True:
             try:
-                await loop.run_in_executor(
-                    self._thread, journal.append, first_seq, last_seq, self._epoch, payload
-                )
+                await self._thread.call(journal.append, first_seq, last_seq, self._epoch, payload)
             except (JournalFull, JournalBusy) as error:
                 self._refuse_waiting(str(error))
             except FateUnknown as error:
@@ -221,9 +221,8 @@ class Sequencer:
         """Whether the batch is in: read back, never guessed."""
         log.warning("%s", error)
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._journal.resolve, first_seq, payload
-            )
+            written: bool = await self._thread.call(self._journal.resolve, first_seq, payload)
+            return written
         except FateUnknown as still:
             self._refuse_waiting(str(still))
             return False
@@ -249,6 +248,8 @@ class Sequencer:
     # ------------------------------------------------------------ what is told to observers
 
     def _count(self, events: list[Event]) -> None:
+        if _TOLD.isdisjoint(map(type, events)):
+            return
         index = self.machine.state.index
         expired: Counter[str] = Counter()
         for event in events:

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from msgspec import Struct
@@ -23,6 +22,7 @@ from .observer import Observer
 from .replay import replay
 from .sequencer import TICK_MS, Diverged, Sequencer
 from .snapshot import SnapshotKeeper
+from .thread import JournalThread
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Shard:
         self._observer = observer
         self._new_cluster = new_cluster
         self._snapshots = snapshots
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"journal-{number}")
+        self._thread = JournalThread(f"journal-{number}")
         self._sequencer: Sequencer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -128,11 +128,11 @@ class Shard:
         if not self._closed:
             self._closed = True
             await self._in_thread(self._journal.close)
-            self._thread.shutdown()
+            self._thread.stop()
         self.status, self.reason = "stopped", "shut down"
 
     async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        return await self._thread.call(call, *args)
 
     async def _build(self) -> None:
         gc.unfreeze()  # of a state that was thrown away before

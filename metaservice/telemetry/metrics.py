@@ -5,7 +5,7 @@ Names, labels and cumulative sums are made when somebody scrapes.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -48,6 +48,7 @@ class Metrics(Collector):
         self.now = now
         self._label_values_max = label_values_max
         self._describe: Describe | None = None
+        self._gauges: Callable[[], Mapping[str, float]] = dict
         self._routes: dict[tuple[str, str], RouteStats] = {}
         self.in_flight = 0
         self.connections = 0
@@ -186,6 +187,10 @@ class Metrics(Collector):
         """
         self._describe = describe
 
+    def watch_gauges(self, gauges: Callable[[], Mapping[str, float]]) -> None:
+        """What else is told at a scrape: names without the prefix, and their values then."""
+        self._gauges = gauges
+
     def expose(self, accept: str) -> tuple[str, bytes]:
         """Content type and body for a scrape, in the text format or, when asked for, in OpenMetrics."""
         encode, content_type = choose_encoder(accept)
@@ -193,7 +198,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called at a scrape. A fault in one part hides that part only, and is counted."""
-        for part in (self._http, self._counted, self._distributions, self._usage):
+        for part in (self._http, self._counted, self._distributions, self._state, self._usage):
             try:
                 yield from list(part())
             except Exception:
@@ -239,6 +244,10 @@ class Metrics(Collector):
             family = HistogramMetricFamily(PREFIX + name, help)
             histogram.add_to(family)
             yield family
+
+    def _state(self) -> Iterator[Metric]:
+        for name, value in self._gauges().items():
+            yield GaugeMetricFamily(PREFIX + name, f"The shard's {name} now", value=value)
 
     def _usage(self) -> Iterator[Metric]:
         if self._describe is None:

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from metaservice.core import commands
+from metaservice.core import commands, views
 from metaservice.core.model import EvictionPolicy
-from metaservice.core.rejections import Rejection
+from metaservice.core.replies import Done, InstanceRegistered
 
-from ..documents import listed, viewed
-from ..errors import ApiError, error_of
+from ..documents import Gone, listed, viewed
+from ..errors import ApiError, taken
 from ..models import GroupBody, InstanceBody, Name, StorageBody, TenantBody
 from ..port import ShardPort
 from ..respond import respond
@@ -27,6 +28,14 @@ KINDS = {
     "engines": "engine",
     "workers": "worker",
 }
+VIEW_OF: dict[str, type[Struct]] = {
+    "tenants": views.TenantView,
+    "storages": views.StorageView,
+    "groups": views.GroupView,
+    "instances": views.InstanceView,
+    "engines": views.MemberView,
+    "workers": views.MemberView,
+}
 _DELETES: dict[str, Callable[[str], commands.Command]] = {
     "tenants": lambda id: commands.DeleteTenant(tenant=id),
     "storages": lambda id: commands.DeleteStorage(storage=id),
@@ -39,11 +48,8 @@ PageSize = Annotated[
 PageToken = Annotated[str, Query(max_length=400, description="next_page_token of the page before.")]
 
 
-def taken(answer: Any) -> Any:
-    """The reply; a rejection is raised as what the client is told."""
-    if isinstance(answer, Rejection):
-        raise error_of(answer) or AssertionError(answer)
-    return answer
+def _put(kind: type[Struct]) -> dict[int | str, dict[str, Any]]:
+    return {200: viewed(kind), 201: viewed(kind)}
 
 
 def add_catalogue_routes(router: APIRouter, shard: ShardPort, settings: ApiSettings) -> None:
@@ -64,12 +70,12 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
         headers = {"location": request.scope["path"]} if created else None
         return respond(request, done, 201 if created else 200, headers)
 
-    @router.put("/v1/tenants/{tenant}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/tenants/{tenant}", tags=["catalogue"], responses=_put(Done))
     async def put_tenant(request: Request, tenant: Name, body: TenantBody) -> Response:
         """Register a tenant or change its quota."""
         return await put(request, commands.PutTenant(tenant=tenant, quota=body.quota.core()))
 
-    @router.put("/v1/storages/{storage}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/storages/{storage}", tags=["catalogue"], responses=_put(Done))
     async def put_storage(request: Request, storage: Name, body: StorageBody) -> Response:
         """Register a storage or change its capacity. Kind and options stay while a group names it."""
         command = commands.PutStorage(
@@ -81,7 +87,7 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
         )
         return await put(request, command)
 
-    @router.put("/v1/groups/{group}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/groups/{group}", tags=["catalogue"], responses=_put(Done))
     async def put_group(request: Request, group: Name, body: GroupBody) -> Response:
         """Register an instance group or change its policy. Its tenant stays."""
         command = commands.PutGroup(
@@ -95,7 +101,7 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
         )
         return await put(request, command)
 
-    @router.put("/v1/instances/{instance}", tags=["catalogue"], responses={200: viewed(), 201: viewed()})
+    @router.put("/v1/instances/{instance}", tags=["catalogue"], responses=_put(InstanceRegistered))
     async def put_instance(request: Request, instance: Name, body: InstanceBody) -> Response:
         """Register an instance, or change its quota. The same id with another fingerprint is refused."""
         command = commands.PutInstance(
@@ -129,7 +135,7 @@ def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str
         methods=["GET"],
         tags=["catalogue"],
         name=f"list_{kind}",
-        responses={200: listed()},
+        responses={200: listed(VIEW_OF[kind])},
     )
     router.add_api_route(
         f"/v1/{kind}/{{{label}}}",
@@ -137,7 +143,7 @@ def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str
         methods=["GET"],
         tags=["catalogue"],
         name=f"get_{label}",
-        responses={200: viewed()},
+        responses={200: viewed(VIEW_OF[kind])},
     )
 
 
@@ -145,7 +151,7 @@ def _deletes(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None
     async def delete(request: Request, id: Annotated[Name, Path(alias=label)]) -> Response:
         taken(await shard.submit(_DELETES[kind](id)))
         # Of an instance the blocks go first, in batches; it is gone when they are.
-        return respond(request, {"id": id}, 202 if kind == "instances" else 200)
+        return respond(request, Gone(id), 202 if kind == "instances" else 200)
 
     delete.__doc__ = f"Take the {label} out of the catalogue. Refused while others depend on it."
     status = 202 if kind == "instances" else 200
@@ -156,7 +162,7 @@ def _deletes(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None
         tags=["catalogue"],
         name=f"delete_{label}",
         status_code=status,
-        responses={status: viewed()},
+        responses={status: viewed(Gone)},
     )
 
 
@@ -173,7 +179,7 @@ def _leaves(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
             raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)
         command = commands.Deregister(kind=label, id=id, incarnation=incarnation or view.incarnation)
         taken(await shard.submit(command))
-        return respond(request, {"id": id})
+        return respond(request, Gone(id))
 
     leave.__doc__ = f"The {label} leaves on purpose: its registration is over at once."
     router.add_api_route(
@@ -182,7 +188,7 @@ def _leaves(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
         methods=["DELETE"],
         tags=["membership"],
         name=f"deregister_{label}",
-        responses={200: viewed()},
+        responses={200: viewed(Gone)},
     )
 
 

@@ -10,14 +10,15 @@ from starlette.responses import Response
 import metaservice
 from metaservice.core import commands
 from metaservice.core.model import SwitchMode, SwitchScope
+from metaservice.core.replies import BlockDetail
+from metaservice.core.views import SwitchView
 from metaservice.wire.columns import key_of
 
-from ..documents import listed, viewed
-from ..errors import ApiError
+from ..documents import Status, listed, viewed
+from ..errors import ApiError, taken
 from ..models import Name, SwitchBody
 from ..port import ShardPort
 from ..respond import respond
-from .catalogue import taken
 
 Scope = Literal["tenant", "group", "instance", "storage"]
 WIRE_VERSION = 1
@@ -27,7 +28,9 @@ def add_system_routes(router: APIRouter, shard: ShardPort) -> None:
     """Routes of switches, blocks and status."""
     _switches(router, shard)
 
-    @router.get("/v1/instances/{instance}/blocks/{key}", tags=["blocks"], responses={200: viewed()})
+    @router.get(
+        "/v1/instances/{instance}/blocks/{key}", tags=["blocks"], responses={200: viewed(BlockDetail)}
+    )
     async def get_block(
         request: Request,
         instance: Name,
@@ -40,32 +43,30 @@ def add_system_routes(router: APIRouter, shard: ShardPort) -> None:
             raise ApiError("instance_unknown", "no instance of this name is registered", "instance")
         return respond(request, taken(shard.block(instance, group, key_of(key, info.key_length, "key"))))
 
-    @router.get("/v1/status", tags=["status"], responses={200: viewed()})
+    @router.get("/v1/status", tags=["status"], responses={200: viewed(Status)})
     async def get_status(request: Request) -> Response:
         """What this replica is, leads and has made durable; answered in every state."""
         ready = shard.ready
-        return respond(
-            request,
-            {
-                "shard": shard.number,
-                "status": shard.status,
-                "reason": shard.reason,
-                "ready": ready,
-                "cluster": shard.cluster if ready else "",
-                "epoch": shard.epoch if ready else 0,
-                "seq": shard.durable_seq,
-                "versions": {
-                    "service": metaservice.__version__,
-                    "wire": WIRE_VERSION,
-                    "python": platform.python_version(),
-                },
+        status = Status(
+            shard=shard.number,
+            status=shard.status,
+            reason=shard.reason,
+            ready=ready,
+            cluster=shard.cluster if ready else "",
+            epoch=shard.epoch if ready else 0,
+            seq=shard.durable_seq,
+            versions={
+                "service": metaservice.__version__,
+                "wire": str(WIRE_VERSION),
+                "python": platform.python_version(),
             },
         )
+        return respond(request, status)
 
 
-def _switch(scope: SwitchScope, id: str, mode: SwitchMode, reason: str) -> dict[str, object]:
+def _switch(scope: SwitchScope, id: str, mode: SwitchMode, reason: str) -> SwitchView:
     path = f"{scope.name}/{id}" if id else scope.name
-    return {"id": path, "scope": scope, "name": id, "mode": mode, "reason": reason}
+    return SwitchView(id=path, scope=scope, name=id, mode=mode, reason=reason)
 
 
 def _switches(router: APIRouter, shard: ShardPort) -> None:
@@ -78,27 +79,27 @@ def _switches(router: APIRouter, shard: ShardPort) -> None:
         found = shard.describe_one("switches", f"{scope.name}/{id}" if id else scope.name)
         return respond(request, found or _switch(scope, id, SwitchMode.normal, ""))
 
-    @router.get("/v1/switches", tags=["switches"], responses={200: listed()})
+    @router.get("/v1/switches", tags=["switches"], responses={200: listed(SwitchView)})
     async def list_switches(request: Request) -> Response:
         """All switches that are not normal."""
         return respond(request, {"items": shard.describe("switches"), "next_page_token": ""})
 
-    @router.put("/v1/switches/cluster", tags=["switches"], responses={200: viewed()})
+    @router.put("/v1/switches/cluster", tags=["switches"], responses={200: viewed(SwitchView)})
     async def put_cluster_switch(request: Request, body: SwitchBody) -> Response:
         """Set the switch of the whole cluster."""
         return await put(request, SwitchScope.cluster, "", body)
 
-    @router.get("/v1/switches/cluster", tags=["switches"], responses={200: viewed()})
+    @router.get("/v1/switches/cluster", tags=["switches"], responses={200: viewed(SwitchView)})
     async def get_cluster_switch(request: Request) -> Response:
         """The switch of the whole cluster."""
         return get(request, SwitchScope.cluster, "")
 
-    @router.put("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
+    @router.put("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed(SwitchView)})
     async def put_switch(request: Request, scope: Scope, id: Name, body: SwitchBody) -> Response:
         """Set the switch of a tenant, group, instance or storage."""
         return await put(request, SwitchScope[scope], id, body)
 
-    @router.get("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed()})
+    @router.get("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed(SwitchView)})
     async def get_switch(request: Request, scope: Scope, id: Name) -> Response:
         """The switch of a tenant, group, instance or storage."""
         return get(request, SwitchScope[scope], id)
