@@ -84,12 +84,14 @@ def test_a_small_run_shows_everything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.accept
+@pytest.mark.timeout(240)
 def test_the_demo_as_it_stands() -> None:
-    check(run_demo(*UCM_META, "demo"), 1_000)
+    check(run_demo(*UCM_META, "demo", timeout_s=230), 1_000)
 
 
 @pytest.mark.slow
 @pytest.mark.accept
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name", ["mooncake_conversation", "lmcache_agent_text64", "ragpulse_component_prefix"]
 )
@@ -98,7 +100,7 @@ def test_a_recorded_trace_reaches_its_ideal(traces_dir: Path, name: str) -> None
     if not trace.exists():
         pytest.skip(f"no {trace}")
     limit = 2_000 if name == "mooncake_conversation" else 1_000
-    check(run_demo(*UCM_META, "demo", "--trace", str(trace), "--limit", str(limit)), limit)
+    check(run_demo(*UCM_META, "demo", "--trace", str(trace), "--limit", str(limit), timeout_s=230), limit)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
