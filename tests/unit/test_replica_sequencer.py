@@ -28,39 +28,45 @@ from tests.unit.replica_house import (
 )
 
 
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("memory", tmp_path)
+
+
 @pytest.fixture(params=["memory", "sqlite"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+def any_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+    """For what depends on how the journal behaves."""
     return Bench(request.param, tmp_path)
 
 
-async def test_a_reply_comes_only_after_its_events_are_durable(bench: Bench) -> None:
-    async with bench.leading() as shard:
+async def test_a_reply_comes_only_after_its_events_are_durable(any_bench: Bench) -> None:
+    async with any_bench.leading() as shard:
         await furnish(shard)
         durable = shard.durable_seq
-        bench.gate.hold()
+        any_bench.gate.hold()
         waiting = asyncio.create_task(shard.submit(start_of(chain(4))))
-        await until(lambda: bench.gate.waiting, "the append begins")
+        await until(lambda: any_bench.gate.waiting, "the append begins")
         await asyncio.sleep(0.05)
         assert not waiting.done()
         assert shard.durable_seq == durable
-        bench.gate.free()
+        any_bench.gate.free()
         started: Started = await waiting
         assert started.outcomes == bytes([WriteOutcome.write]) * 4
         assert shard.durable_seq == durable + 1
 
 
-async def test_a5_a_lookup_never_sees_a_block_whose_finish_is_not_durable(bench: Bench) -> None:
+async def test_a5_a_lookup_never_sees_a_block_whose_finish_is_not_durable(any_bench: Bench) -> None:
     keys = chain(5)
-    async with bench.leading() as shard:
+    async with any_bench.leading() as shard:
         await furnish(shard)
         started = await shard.submit(start_of(keys))
-        bench.gate.hold()
+        any_bench.gate.hold()
         finishing = asyncio.create_task(shard.submit(finish_of(started)))
-        await until(lambda: bench.gate.waiting, "the append begins")
+        await until(lambda: any_bench.gate.waiting, "the append begins")
         for mode in ("each", "prefix"):
             looked: Looked = shard.read(cmd.Lookup(instance="i", keys=keys, mode=mode, lease_ms=500))
             assert (looked.hits, looked.cut, looked.lease) == (0, "miss", None)
-        bench.gate.free()
+        any_bench.gate.free()
         await finishing
         assert hits(shard, keys) == 5
 
@@ -83,20 +89,20 @@ async def test_a_block_that_somebody_finishes_now_is_no_place_to_write(bench: Be
         assert again.outcomes == bytes([WriteOutcome.present]) * 2
 
 
-async def test_commands_gather_while_an_append_is_in_flight(bench: Bench) -> None:
-    async with bench.leading() as shard:
+async def test_commands_gather_while_an_append_is_in_flight(any_bench: Bench) -> None:
+    async with any_bench.leading() as shard:
         await furnish(shard)
-        bench.gate.hold()
+        any_bench.gate.hold()
         first = asyncio.create_task(shard.submit(start_of(chain(1))))
-        await until(lambda: bench.gate.waiting, "the append begins")
+        await until(lambda: any_bench.gate.waiting, "the append begins")
         rest = [asyncio.create_task(shard.submit(start_of(chain(3, 10 * n)))) for n in range(1, 41)]
         await asyncio.sleep(0.02)
-        before, batches = len(bench.gate.appended), len(bench.told.batches)
-        bench.gate.free()
+        before, batches = len(any_bench.gate.appended), len(any_bench.told.batches)
+        any_bench.gate.free()
         await asyncio.gather(first, *rest)
-        assert len(bench.gate.appended) - before == 2
-        assert bench.told.batches[batches:] == [1, 40]
-        first_seq, last_seq = bench.gate.appended[-1]
+        assert len(any_bench.gate.appended) - before == 2
+        assert any_bench.told.batches[batches:] == [1, 40]
+        first_seq, last_seq = any_bench.gate.appended[-1]
         assert last_seq - first_seq + 1 == 40
 
 
@@ -200,14 +206,14 @@ async def test_a_full_queue_says_overloaded_and_forgets_nobody(
         assert len(shard.describe("tenants")) == 52
 
 
-async def test_stop_makes_durable_what_is_queued_and_takes_no_more(bench: Bench) -> None:
+async def test_stop_makes_durable_what_is_queued_and_takes_no_more(any_bench: Bench) -> None:
     keys = chain(3)
-    async with bench.leading() as shard:
+    async with any_bench.leading() as shard:
         await furnish(shard)
         started = await shard.submit(start_of(keys))
-        bench.gate.hold()
+        any_bench.gate.hold()
         first = asyncio.create_task(shard.submit(finish_of(started)))
-        await until(lambda: bench.gate.waiting, "the append begins")
+        await until(lambda: any_bench.gate.waiting, "the append begins")
         queued = [asyncio.create_task(shard.submit(cmd.PutTenant(tenant=f"t{n}"))) for n in range(20)]
         await asyncio.sleep(0.02)
         stopping = asyncio.create_task(shard.stop())
@@ -215,20 +221,20 @@ async def test_stop_makes_durable_what_is_queued_and_takes_no_more(bench: Bench)
         assert not shard.ready
         assert (await refusal(shard, cmd.PutTenant(tenant="late"))).code == "not_ready"
         assert not stopping.done()
-        bench.gate.free()
+        any_bench.gate.free()
         await stopping
         assert shard.status == "stopped"
         finished: Finished = await first
         assert finished.published == 3
         assert all(isinstance(reply, Done) for reply in await asyncio.gather(*queued))
-    async with bench.leading() as shard:
+    async with any_bench.leading() as shard:
         assert hits(shard, keys) == 3
         assert {view.id for view in shard.describe("tenants")} == {"t", *(f"t{n}" for n in range(20))}  # type: ignore[attr-defined]
 
 
-async def test_stop_may_be_called_in_any_state(bench: Bench) -> None:
-    await bench.shard().stop()
-    async with bench.leading() as shard:
+async def test_stop_may_be_called_in_any_state(any_bench: Bench) -> None:
+    await any_bench.shard().stop()
+    async with any_bench.leading() as shard:
         await shard.stop()
         await shard.stop()
         assert (shard.status, shard.ready) == ("stopped", False)
@@ -278,21 +284,21 @@ async def test_b6_a_lease_of_a_holder_who_is_gone_ends_by_itself(bench: Bench) -
         assert not any(shard.machine.state.index.pins)
 
 
-async def test_bytes_go_only_after_their_removal_is_durable(bench: Bench) -> None:
+async def test_bytes_go_only_after_their_removal_is_durable(any_bench: Bench) -> None:
     """I3: a removal whose append hangs is no fact yet; were the bytes deleted and the service then killed,
     the block would serve again without bytes."""
     keys = chain(3)
-    async with bench.leading() as shard:
+    async with any_bench.leading() as shard:
         await furnish(shard)
         await fill(shard, keys)
-        bench.clock.value_ms += LIMITS.lease_ms_max  # the take-over's own wait
-        bench.gate.hold()
+        any_bench.clock.value_ms += LIMITS.lease_ms_max  # the take-over's own wait
+        any_bench.gate.hold()
         removing = asyncio.create_task(shard.submit(remove_of(keys)))
-        await until(lambda: bench.gate.waiting, "the append begins")
-        bench.clock.value_ms += 10 * LIMITS.reclaim_delay_ms
+        await until(lambda: any_bench.gate.waiting, "the append begins")
+        any_bench.clock.value_ms += 10 * LIMITS.reclaim_delay_ms
         take = cmd.TakeTasks(worker="w", incarnation="x")
         assert shard.read(take).tasks == []
-        bench.gate.free()
+        any_bench.gate.free()
         await removing
         tasks = (await shard.take_tasks(take, 2_000)).tasks  # type: ignore[union-attr]
         assert sum(len(task.locations) for task in tasks) == 3
@@ -325,27 +331,27 @@ async def test_long_poll_gets_work_when_there_is_some_and_nothing_after_its_wait
         assert isinstance(wrong, Rejection) and wrong.code == "reregister"
 
 
-async def test_nobody_is_answered_before_the_take_over_is_durable(bench: Bench) -> None:
-    bench.gate.hold()
-    shard = bench.shard()
+async def test_nobody_is_answered_before_the_take_over_is_durable(any_bench: Bench) -> None:
+    any_bench.gate.hold()
+    shard = any_bench.shard()
     starting = asyncio.create_task(shard.start())
-    await until(lambda: bench.gate.waiting, "the take-over's append begins")
+    await until(lambda: any_bench.gate.waiting, "the take-over's append begins")
     assert not shard.ready
     with pytest.raises(ShardUnavailable, match="leading") as raised:
         shard.read(cmd.Lookup(instance="i", keys=chain(1)))
     assert raised.value.code == "not_ready"
     assert (await refusal(shard, cmd.PutTenant(tenant="t"))).code == "not_ready"
     assert shard.durable_seq == 0
-    bench.gate.free()
+    any_bench.gate.free()
     await starting
     assert (shard.ready, shard.epoch, shard.durable_seq) == (True, 1, 1)
     await shard.stop()
 
 
-async def test_d10_every_start_has_a_larger_epoch(bench: Bench) -> None:
+async def test_d10_every_start_has_a_larger_epoch(any_bench: Bench) -> None:
     epochs = []
     for _ in range(3):
-        async with bench.leading() as shard:
+        async with any_bench.leading() as shard:
             epochs.append(shard.epoch)
             cluster = shard.cluster
     assert epochs == [1, 2, 3]
