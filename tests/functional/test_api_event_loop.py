@@ -1,7 +1,7 @@
 """Case I6: a request of 7,400 keys does not hold the event loop up, in either encoding."""
 
 import asyncio
-from time import perf_counter
+from time import thread_time
 
 import pytest
 
@@ -9,18 +9,21 @@ from tests.functional.api_house import JSON, MSGPACK, Speech, keys, open_house
 from tests.security.raw_http import request_bytes
 
 COUNT = 7_400
-LAG_S_MAX = 0.020
+TURN_S_MAX = 0.020
 
 
 class Probe:
-    """Wakes every millisecond and notes how late it was."""
+    """Takes every turn of the loop, and notes how much work the turns before had done.
+
+    Work is the thread's own processor time: what other programs on this machine do is not held against the
+    service.
+    """
 
     def __init__(self) -> None:
-        self.lags: list[float] = []
+        self.turns: list[float] = []
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Probe":
-        self.lags.clear()
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -29,10 +32,12 @@ class Probe:
         self._task.cancel()
 
     async def _run(self) -> None:
+        before = thread_time()
         while True:
-            begun = perf_counter()
-            await asyncio.sleep(0.001)
-            self.lags.append(perf_counter() - begun - 0.001)
+            await asyncio.sleep(0)
+            now = thread_time()
+            self.turns.append(now - before)
+            before = now
 
 
 @pytest.mark.parametrize("speech", [JSON, MSGPACK], ids=["json", "msgpack"])
@@ -51,7 +56,6 @@ async def test_i6_a_lookup_of_7400_keys_does_not_hold_the_loop(speech: Speech) -
         worst = []
         for _ in range(8):
             async with Probe() as probe:
-                await asyncio.sleep(0.02)
                 reader, writer = await asyncio.open_connection("127.0.0.1", house.port, limit=2**24)
                 headers = {"Content-Type": speech.media, "Connection": "close"}
                 writer.write(request_bytes("POST", path, body, headers))
@@ -61,7 +65,7 @@ async def test_i6_a_lookup_of_7400_keys_does_not_hold_the_loop(speech: Speech) -
             reply = speech.decode(answer.partition(b"\r\n\r\n")[2])
             assert reply["hits"] == COUNT
             writer.close()
-            worst.append(max(probe.lags))
-            if worst[-1] < LAG_S_MAX:
+            worst.append(max(probe.turns))
+            if worst[-1] < TURN_S_MAX:
                 break
-        assert min(worst) < LAG_S_MAX, f"the loop came late by {[round(lag * 1000) for lag in worst]} ms"
+        assert min(worst) < TURN_S_MAX, f"one turn took {[round(turn * 1000) for turn in worst]} ms"

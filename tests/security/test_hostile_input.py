@@ -15,7 +15,7 @@ from metaservice.wire.problems import PROBLEMS
 from tests.functional.api_house import House, key, open_house
 from tests.security.raw_http import request_bytes
 
-pytestmark = pytest.mark.security
+pytestmark = [pytest.mark.security, pytest.mark.asyncio(loop_scope="module")]
 
 NAMES = {
     "parent folder": "..%2F..%2Fetc%2Fpasswd",
@@ -68,7 +68,7 @@ class Operation:
         return f"{self.method} {self.template}"
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house() -> AsyncIterator[House]:
     async with open_house() as house:
         await house.furnish()
