@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from metaservice.client.results import ConfirmResult, DeleteTask, TasksResult, UnknownResult
+from metaservice.client.results import ConfirmResult, DeleteTask, LeaveResult, TasksResult, UnknownResult
 from metaservice.wire.schemas import StorageRef
 
 
@@ -38,9 +38,11 @@ class Service(Protocol):
 
     def register_worker(self, worker: str, storages: Sequence[str]) -> Registered: ...
 
+    def deregister(self) -> LeaveResult: ...
+
     def take_tasks(self, *, limit: int, wait_ms: int) -> TasksResult: ...
 
-    def confirm_task(self, task: DeleteTask, ok: Sequence[bool] | None = None) -> ConfirmResult: ...
+    def confirm_task(self, task: DeleteTask, *, ok: Sequence[bool] | None = None) -> ConfirmResult: ...
 
     def unknown_places(
         self, storage: str, locations: Sequence[int], generations: Sequence[int]

@@ -98,6 +98,8 @@ class Worker:
                 self._over.set()
                 sweeps.join()
         finally:
+            if registration.active:
+                self._service.deregister()
             for backend in opened:
                 backend.close()
 
@@ -219,7 +221,7 @@ class Worker:
         """Tell the service, a few times if need be. If it never hears, it hands the task out again."""
         backoff = self._backoff()
         for _ in range(_CONFIRM_TRIES):
-            answer = self._service.confirm_task(task, ok)
+            answer = self._service.confirm_task(task, ok=ok)
             if answer.failure is None:
                 self.stats.tasks += 1
                 return

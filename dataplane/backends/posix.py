@@ -213,6 +213,15 @@ class Posix:
         expected: Sequence[int | None] = [None] * len(places) if checksums is None else checksums
         return self._batch.run(kept(self.read, ReadRefused), places, expected)
 
+    def read_many_into(
+        self,
+        places: Sequence[Place],
+        buffers: Sequence[bytearray | memoryview],
+        checksums: Sequence[int] | None = None,
+    ) -> list[ReadRefused | None]:
+        expected: Sequence[int | None] = [None] * len(places) if checksums is None else checksums
+        return self._batch.run(kept(self.read_into, ReadRefused), places, buffers, expected)
+
     @contextmanager
     def _verified_header(self, place: Place, checksum: int | None) -> Iterator[tuple[int, int]]:
         """(descriptor, checksum of the payload) of the file of `place`, its header and length verified."""

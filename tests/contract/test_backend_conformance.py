@@ -39,12 +39,19 @@ def refused(backend: Backend, place: Place, checksum: int | None = None) -> str:
         backend.read_into(place, buffer, checksum)
     assert buffer in (before, bytes(len(before))), "bytes that failed verification were left in the buffer"
     good = Place("c1", 1, 1, "good", 3, KEY)
-    backend.write(good, b"yes")
+    if isinstance(backend.read_many([good])[0], ReadRefused):
+        backend.write(good, b"yes")
     checksums = None if checksum is None else [checksum_of(b"yes"), checksum, checksum_of(b"yes")]
     first, many, last = backend.read_many([good, place, good], checksums)
     assert (first, last) == (b"yes", b"yes"), "one bad block took its batch with it"
     assert isinstance(many, ReadRefused)
-    assert read.value.reason == read_into.value.reason == many.reason
+    buffers = [bytearray(3), bytearray(before), bytearray(3)]
+    first_into, many_into, last_into = backend.read_many_into([good, place, good], buffers, checksums)
+    assert first_into is None and last_into is None
+    assert buffers[0] == buffers[2] == b"yes"
+    assert isinstance(many_into, ReadRefused)
+    assert buffers[1] in (before, bytes(len(before)))
+    assert read.value.reason == read_into.value.reason == many.reason == many_into.reason
     assert read.value.place == place
     return read.value.reason
 
@@ -91,10 +98,14 @@ def test_many_at_a_time_answer_in_order(backend: Backend) -> None:
     assert checksums == [checksum_of(row) for row in data]
     assert backend.read_many(places) == data
     assert backend.read_many(places, [int(row) for row in checksums if isinstance(row, int)]) == data
+    buffers = [bytearray(place.size_bytes) for place in places]
+    assert backend.read_many_into(places, buffers) == [None] * 300
+    assert buffers == data
     assert backend.delete_many(places[::2]) == [True] * 150
     assert backend.delete_many(places) == [False, True] * 150
     assert all(isinstance(row, ReadRefused) for row in backend.read_many(places))
     assert not (backend.write_many([], []) or backend.read_many([]) or backend.delete_many([]))
+    assert backend.read_many_into([], []) == []
 
 
 def test_in_a_batch_only_the_bad_rows_fail(backend: Backend) -> None:

@@ -12,7 +12,14 @@ from dataplane import Backend, Place
 from dataplane.backends.posix_layout import path_of
 from dataplane.options import WorkerOptions
 from dataplane.worker import Worker
-from metaservice.client.results import ConfirmResult, DeleteTask, TasksResult, UnknownResult, now_ms
+from metaservice.client.results import (
+    ConfirmResult,
+    DeleteTask,
+    LeaveResult,
+    TasksResult,
+    UnknownResult,
+    now_ms,
+)
 from metaservice.wire.schemas import StorageRef
 
 DATA = b"x" * 100
@@ -60,6 +67,10 @@ class MemoryService:
         self.registered.append(f"{worker} {','.join(storages)}")
         return self.registration
 
+    def deregister(self) -> LeaveResult:
+        self.registered.append("left")
+        return LeaveResult()
+
     def take_tasks(self, *, limit: int, wait_ms: int) -> TasksResult:
         self.calls += 1
         if self.down:
@@ -70,7 +81,7 @@ class MemoryService:
         tasks, self.tasks = self.tasks, []
         return TasksResult(tasks=tasks, cluster=self.cluster)
 
-    def confirm_task(self, task: DeleteTask, ok: Sequence[bool] | None = None) -> ConfirmResult:
+    def confirm_task(self, task: DeleteTask, *, ok: Sequence[bool] | None = None) -> ConfirmResult:
         if self.down:
             return ConfirmResult(failure="timeout")
         done = list(ok) if ok is not None else [True] * len(task.locations)

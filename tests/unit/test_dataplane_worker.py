@@ -48,7 +48,7 @@ def test_a_task_deletes_all_parts_of_its_locations_and_nothing_else(
     service.tasks = [task("t1", (1, 1), (3, 1), parts=("tp0", "tp1"))]
     with running(service, backend, NO_SWEEPS) as worker:
         until(lambda: service.confirmed != [])
-    assert service.registered == ["w1 disk"]
+    assert service.registered == ["w1 disk", "left"]
     assert service.confirmed == [("t1", [True, True])]
     rest = {(1, 2, "tp0"), (1, 2, "tp1"), (2, 1, "tp0"), (2, 1, "tp1"), (1, 1, "tp0")}
     assert stored(backend) == rest
@@ -145,9 +145,9 @@ def test_a_confirmation_that_does_not_arrive_is_repeated(
     service.tasks = [task("t1", (1, 1))]
     real, tries = service.confirm_task, []
 
-    def unreliable(task: DeleteTask, ok: Sequence[bool] | None = None) -> ConfirmResult:
+    def unreliable(task: DeleteTask, *, ok: Sequence[bool] | None = None) -> ConfirmResult:
         tries.append(task.task)
-        return ConfirmResult(failure="timeout") if len(tries) < 3 else real(task, ok)
+        return ConfirmResult(failure="timeout") if len(tries) < 3 else real(task, ok=ok)
 
     monkeypatch.setattr(service, "confirm_task", unreliable)
     with running(service, backend, NO_SWEEPS):
@@ -164,7 +164,7 @@ def test_a_confirmation_that_is_rejected_is_not_repeated(
     service.tasks = [task("t1", (1, 1))]
     tries: list[str] = []
 
-    def rejected(task: DeleteTask, ok: Sequence[bool] | None = None) -> ConfirmResult:
+    def rejected(task: DeleteTask, *, ok: Sequence[bool] | None = None) -> ConfirmResult:
         tries.append(task.task)
         return ConfirmResult(failure=failure)
 
@@ -244,6 +244,9 @@ def test_storages_are_opened_as_the_service_describes_them_and_waited_for(
 def test_a_storage_that_the_service_does_not_describe_is_waited_for(
     service: MemoryService, root: Path
 ) -> None:
+    with running(service, None, NO_SWEEPS):
+        time.sleep(0.1)
+    assert (service.calls, service.registered) == (0, ["w1 disk", "left"])
     with running(service, None, NO_SWEEPS):
         time.sleep(0.1)
         assert service.calls == 0
