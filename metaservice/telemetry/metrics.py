@@ -20,6 +20,7 @@ from .instruments import SECONDS, SIZES, Counters, Histogram, largest
 log = logging.getLogger("metaservice.telemetry")
 
 PREFIX = "ucm_meta_"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 USAGE_LEVELS = {"tenant": "tenants", "group": "groups", "instance": "instances", "storage": "storages"}
 Describe = Callable[[str], Iterable[Any]]
 
@@ -193,7 +194,8 @@ class Metrics(Collector):
 
     def expose(self, accept: str) -> tuple[str, bytes]:
         """Content type and body for a scrape, in the text format or, when asked for, in OpenMetrics."""
-        encode, content_type = choose_encoder(accept)
+        # Not the header itself: a version in it that is none would be a fault of the encoder.
+        encode, content_type = choose_encoder(OPEN_METRICS if "openmetrics" in accept else "text/plain")
         return content_type, encode(self._registry)
 
     def collect(self) -> Iterator[Metric]:

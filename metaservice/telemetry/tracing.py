@@ -5,6 +5,7 @@ of the SDK with a bounded queue: when the exporter is down spans are dropped, an
 """
 
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger("metaservice.telemetry")
 QUEUE_SPANS_MAX = 4096
 EXPORT_DELAY_MS = 5_000
 EXPORT_TIMEOUT_MS = 5_000
+CLOSE_TIMEOUT_MS = 2_000
 
 __all__ = ["Span", "Tracer", "open_tracer"]
 
@@ -63,11 +65,15 @@ class Tracer:
             log.debug("a span could not be ended", exc_info=True)
 
     def close(self) -> None:
-        """Send what is left, for a bounded time; blocks up to the export timeout, so call it in a thread."""
-        if self._provider is not None:
-            self.enabled = False
-            self._provider.force_flush(EXPORT_TIMEOUT_MS)
-            self._provider.shutdown()
+        """Send what is left, for a bounded time: the SDK alone would wait for a dead collector, batch by
+        batch.
+        """
+        if self._provider is None or not self.enabled:
+            return
+        self.enabled = False
+        sending = threading.Thread(target=self._provider.shutdown, name="spans-last", daemon=True)
+        sending.start()
+        sending.join(CLOSE_TIMEOUT_MS / 1000)
 
 
 def open_tracer(
@@ -92,7 +98,9 @@ def open_tracer(
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"the sampling ratio is {ratio}; it has to be between 0 and 1")
     resource = Resource.create({"service.name": "ucm-meta", "service.instance.id": instance})
-    provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)))
+    provider = TracerProvider(
+        resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)), shutdown_on_exit=False
+    )
     if exporter is None:
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_MS // 1000)
     provider.add_span_processor(
