@@ -21,6 +21,8 @@ from metaservice.core.index import (
     chosen,
     live_of,
     packed_slots,
+    span_of,
+    split,
     unpacked_slots,
 )
 from tests.contract.index_model import ModelIndex, ModelTable, model_tables
@@ -154,7 +156,20 @@ class Pair:
         for start in range(0, 30, 7):
             for parent in (None, KEYS[start - 1], b"x" * 16):
                 run = KEYS[start : start + rng.randint(1, 10)]
-                assert index.visible_prefix(table, run, parent)[0] == model.prefix(one, run, parent)
+                prefix, span = index.visible_prefix(table, run, parent)
+                assert prefix == model.prefix(one, run, parent)
+                assert span is None or prefix == list(range(*span))
+                self._compare_places(prefix, span)
+
+    def _compare_places(self, slots: list[int], span: tuple[int, int] | None) -> None:
+        """The same whether or not the slots are known to be one run."""
+        rows = [self.model.rows[slot] for slot in slots]
+        sums = b"".join(self.index.sums[slot] for slot in slots)
+        for known in {None, span}:
+            generations, storages, checksums = self.index.places(slots, known)
+            assert generations.tolist() == [self.model.generations[slot] for slot in slots]
+            assert storages.tolist() == [row.storage for row in rows]
+            assert checksums == sums
 
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: f"{factory[0].__module__}.{factory[0].__name__}")
@@ -319,13 +334,16 @@ def test_a_deleting_location_no_longer_stands_in_the_way_of_its_key(pair: Pair) 
 def test_a_prefix_needs_the_recorded_parents(pair: Pair) -> None:
     full = pair.models[0]
     pair.serve(pair.reserve(full, [KEYS[0], KEYS[1], KEYS[2]], [None, KEYS[0], KEYS[5]]))
-    prefix = lambda *of: pair.index.visible_prefix(*of)[0]  # noqa: E731
     table = pair.table(full)
-    assert prefix(table, KEYS[:3], None) == [0, 1]
-    assert prefix(table, KEYS[1:3], KEYS[0]) == [1]
-    assert prefix(table, KEYS[1:3], None) == []
-    assert prefix(table, [KEYS[2]], KEYS[5]) == [2]
-    assert prefix(table, [], None) == []
+
+    def prefix(keys: list[bytes], parent: bytes | None) -> list[int]:
+        return pair.index.visible_prefix(table, keys, parent)[0]
+
+    assert prefix(KEYS[:3], None) == [0, 1]
+    assert prefix(KEYS[1:3], KEYS[0]) == [1]
+    assert prefix(KEYS[1:3], None) == []
+    assert prefix([KEYS[2]], KEYS[5]) == [2]
+    assert prefix([], None) == []
 
 
 def test_children_that_come_before_their_parent_are_adopted(pair: Pair) -> None:
@@ -462,6 +480,31 @@ def test_live_of_names_slots_that_hold_that_generation(pair: Pair) -> None:
     assert live_of(pair.index, [0, 1, 2, 0, 99, none], [1, 1, 1, 2, 1, 1]) == bytes([1, 1, 0, 0, 0, 0])
     pair.reserve(full, KEYS[2:3], [KEYS[1]])
     assert live_of(pair.index, [2, 2], [1, 2]) == bytes([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("slots", "span"),
+    [
+        ([], None),
+        ([5], (5, 6)),
+        ([5, 6], (5, 7)),
+        ([6, 5], None),
+        ([5, 7], None),
+        ([5, 5], None),
+        ([3, 4, 5, 6], (3, 7)),
+        ([3, 5, 4, 6], None),
+        ([3, 3, 3, 6], None),
+        ([6, 5, 4, 3], None),
+    ],
+)
+def test_slots_that_lie_in_one_run_have_a_span(slots: list[int], span: tuple[int, int] | None) -> None:
+    assert span_of(slots) == span
+    assert span_of(array("I", slots)) == span
+
+
+def test_packed_columns_split_into_rows() -> None:
+    assert split(b"aabbcc", 2) == [b"aa", b"bb", b"cc"]
+    assert split(b"", 16) == []
 
 
 def test_columns_of_slots_pack_and_unpack() -> None:

@@ -115,7 +115,7 @@ def test_c5_c6_a_stall_of_our_own_never_expires_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_writer_who_is_gone_is_noticed_all_the_same_after_a_stall(tmp_path: Path) -> None:
     """The other side of it: a stall postpones deadlines, it does not remove them."""
-    with ServiceProcess(tmp_path, write_ttl_ms_min=500) as service:
+    with ServiceProcess(tmp_path) as service:
         service.start()
         with client_of(service.url, timeout_ms=10_000) as client:
             furnish(client)

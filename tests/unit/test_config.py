@@ -63,6 +63,14 @@ def test_every_limit_has_a_flag_and_a_lower_bound(name: str) -> None:
         ({"lease_ms_min": 70_000}, ("--lease-ms-min", "--lease-ms-max"), ("70000", "60000")),
         ({"low_permille": 960}, ("--low-permille", "--high-permille"), ("960", "950")),
         ({"high_permille": 1_001}, ("--high-permille",), ("1001", "1000")),
+        ({"write_ttl_ms_min": 999}, ("--write-ttl-ms-min",), ("999", "1000", "250 ms")),
+        ({"lease_ms_max": 999}, ("--lease-ms-max",), ("999", "1000", "250 ms")),
+        (
+            {"heartbeat_ms": 300, "suspect_ms": 600, "expire_ms": 900},
+            ("--expire-ms",),
+            ("900", "1000", "250 ms"),
+        ),
+        ({"parts_max": 65}, ("--parts-max",), ("65", "64")),
         ({"evict_batch_max": 20_000}, ("--evict-batch-max", "--keys-per-request-max"), ("20000", "16384")),
     ],
 )

@@ -15,7 +15,7 @@ from metaservice.core import commands as cmd
 from metaservice.core import machine as core_machine
 from metaservice.core.events import TenantPut
 from metaservice.core.machine import Machine
-from metaservice.core.model import Quota
+from metaservice.core.model import Limits, Quota
 from metaservice.core.outcomes import LeaseOutcome, WriteOutcome
 from metaservice.core.replies import Looked, Started
 from metaservice.journal.errors import CorruptJournal, JournalFailed
@@ -351,3 +351,23 @@ async def test_deletions_after_a_replay_name_the_storage_of_now(bench: Bench) ->
         bench.clock.value_ms += LIMITS.lease_ms_max + LIMITS.late_write_ms
         [task] = shard.read(cmd.TakeTasks(worker="w", incarnation="x")).tasks
         assert (task.storage, [*task.locations], [*task.generations]) == ("s2", [0], [2])
+
+
+async def test_a_wall_clock_that_jumped_ahead_shortens_nobodys_late_write(tmp_path: Path) -> None:
+    """How long a writer may still be writing is a promise about real time: a restart after the wall clock was
+    set forward must not pass it at once."""
+    limits = Limits(lease_ms_max=1_000, late_write_ms=20_000)
+    bench = Bench("memory", tmp_path, limits)
+    async with bench.leading() as shard:
+        await furnish(shard)
+        await shard.submit(start_of(chain(2), ttl_ms=2_000))
+        bench.clock.value_ms += 2_000
+        await until(lambda: not shard.machine.state.sessions, "the session expires")
+    bench.clock.value_ms += 3_600_000  # the machine was off for a moment, and its clock was wrong before
+    async with bench.leading() as shard:
+        take = cmd.TakeTasks(worker="w", incarnation="x")
+        bench.clock.value_ms += 19_999
+        assert shard.read(take).tasks == []
+        bench.clock.value_ms += 1
+        [task] = (await shard.take_tasks(take, 2_000)).tasks  # type: ignore[union-attr]
+        assert [*task.locations] == [0, 1]
