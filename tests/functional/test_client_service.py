@@ -26,16 +26,7 @@ from tests.functional.client_service import (
 EXPIRE_MS = 2_000
 FLAGS = (
     *("--heartbeat-ms", "200", "--suspect-ms", "800", "--expire-ms", str(EXPIRE_MS)),
-    *(
-        "--write-ttl-ms-min",
-        "200",
-        "--lease-ms-max",
-        "2000",
-        "--reclaim-delay-ms",
-        "0",
-        "--late-write-ms",
-        "0",
-    ),
+    *("--lease-ms-max", "2000", "--reclaim-delay-ms", "0", "--late-write-ms", "0"),
     *("--log-level", "warning"),
 )
 

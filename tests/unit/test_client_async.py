@@ -152,6 +152,32 @@ async def test_deadlines_do_not_depend_on_each_other() -> None:
             assert (await long).failure == "timeout"
 
 
+async def test_cancelled_probe_of_the_breaker_makes_room_for_another() -> None:
+    sick = True
+
+    def behave(request: Request) -> None:
+        if sick:
+            silent(request)
+        else:
+            good(request)
+
+    with peer(behave) as one:
+        config = config_for(
+            one, timeout_ms=5_000, breaker_failures=1, breaker_pause_ms_min=50, breaker_slow_ms=4_000
+        )
+        async with AsyncClient(config) as client:
+            assert (await client.lookup("i", KEYS, timeout_ms=50)).failure == "timeout"
+            assert (await client.lookup("i", KEYS)).failure == "breaker_open"
+            await asyncio.sleep(0.06)
+            probe = asyncio.create_task(client.lookup("i", KEYS))
+            await asyncio.sleep(0.05)
+            assert (await client.lookup("i", KEYS)).failure == "breaker_open"
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+            sick = False
+            assert (await client.lookup("i", KEYS)).hits == 8
+
+
 def test_both_clients_have_the_same_calls() -> None:
     """Signature by signature, so that what is learnt for one holds for the other."""
     names = {name for name in vars(Client) if not name.startswith("_")}

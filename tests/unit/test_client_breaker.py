@@ -288,9 +288,9 @@ async def test_c9_many_clients_come_back_spread() -> None:
     later = [at - began for at in attempts if 1 <= at - began < 2.5]
     assert len(later) >= clients, "they go on trying"
     per_slot = Counter(int(at / 0.1) for at in later)
-    assert max(per_slot.values()) <= clients * 0.5, f"tries in step: {sorted(per_slot.items())}"
+    assert max(per_slot.values()) <= clients * 0.7, f"tries in step: {sorted(per_slot.items())}"
     assert len(later) / 1.5 < 1.5 * clients / 0.75, "and not more often than the pause allows"
-    assert back_s < 3
+    assert back_s < 5
 
 
 def test_c9_a_registration_outlives_several_tries() -> None:
