@@ -80,8 +80,12 @@ class Deletions:
 
     def take(self, state: State, worker: str, storages: list[int], limit: int, now_ms: int) -> list[Task]:
         """Hand out up to `limit` locations in tasks of one table and storage each."""
-        if now_ms < state.takeover_ms + self._limits.lease_ms_max:
-            return []  # the leases of the leader before are unknown: none may be alive when bytes go
+        limits = self._limits
+        # The leases of the leader before are unknown, and its clock may have been behind: what it promised to
+        # readers and late writers is waited for anew.
+        settled_ms = max(limits.lease_ms_max, limits.late_write_ms, limits.reclaim_delay_ms)
+        if now_ms < state.takeover_ms + settled_ms:
+            return []
         tasks: list[Task] = []
         for number in storages:
             by_table: dict[int, list[int]] = {}
