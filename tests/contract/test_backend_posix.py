@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -238,16 +239,35 @@ def test_nothing_is_written_or_called_gone_while_the_root_is_away(backend: Backe
     assert backend.read(PLACE) == DATA
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is denied to root")
-def test_a_folder_that_may_not_be_written_is_denied(backend: Backend, root: Path) -> None:
-    backend.write(PLACE, DATA)
-    file_of(root).parent.chmod(0o500)
-    with pytest.raises(WriteFailed) as write:
-        backend.write(PLACE._replace(generation=9), DATA)
-    with pytest.raises(DeleteFailed) as delete:
-        backend.delete(PLACE)
-    assert {write.value.reason, delete.value.reason} == {"denied"}
-    file_of(root).parent.chmod(0o700)
+def test_a_folder_that_may_not_be_written_is_denied() -> None:
+    """In a child that is not root, to whom nothing is denied."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = open_backend("posix", {"root": folder})
+        backend.write(PLACE, DATA)
+        for path in (folder, f"{folder}/c1", layout.folder_of(folder, PLACE)):
+            os.chmod(path, 0o555)
+        child = os.fork()
+        if child == 0:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65_534)
+                os.setuid(65_534)
+            reasons = []
+            calls: list[Callable[[], object]] = [
+                lambda: backend.write(PLACE._replace(generation=9), DATA),
+                lambda: backend.delete(PLACE),
+            ]
+            for call in calls:
+                try:
+                    call()
+                except (WriteFailed, DeleteFailed) as failed:
+                    reasons.append(failed.reason)
+            os._exit(0 if reasons == ["denied", "denied"] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for path in (folder, f"{folder}/c1", layout.folder_of(folder, PLACE)):
+            os.chmod(path, 0o755)
+        assert backend.read(PLACE) == DATA
+        backend.close()
 
 
 def test_writers_that_make_the_first_folders_together_all_succeed(root: Path) -> None:
