@@ -51,6 +51,7 @@ class Report(msgspec.Struct, kw_only=True):
     blocks: int
     calls: list[CallRow]
     facts: list[Fact]
+    load_after: float = 0.0
     seconds: float = 0.0
 
     def text(self) -> str:
@@ -60,9 +61,11 @@ class Report(msgspec.Struct, kw_only=True):
             parts.append(_table(_CALL_HEAD, [_call_cells(row) for row in self.calls]))
         if self.facts:
             parts.append(_table(_FACT_HEAD, [_fact_cells(fact) for fact in self.facts]))
-        best = f"best of {self.repeats}" if self.repeats > 1 else "measured once"
+        best = f"best of up to {self.repeats}" if self.repeats > 1 else "measured once"
         parts.append(
             f"machine: {self.machine.line()}\n"
+            f"load: {self.machine.load:.1f} before, {self.load_after:.1f} after (this run makes about 2; "
+            "what is more are other programs, which slow it down)\n"
             f"calls: msgpack through the SDK over loopback, SQLite with synchronous=FULL, "
             f"{self.blocks:,} blocks stored, keys of 32 bytes, one part a block; {best}.\n"
             "start + finish: a call is the pair. cpu: of the server, us a key. bare: a dict behind a socket, "

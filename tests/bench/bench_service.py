@@ -202,7 +202,7 @@ class Machine(msgspec.Struct, kw_only=True):
         """One line for people."""
         return (
             f"{self.cores} cores, {self.cpu}, {self.memory_bytes / 2**30:.0f} GiB, {self.system}, "
-            f"Python {self.python}; load {self.load:.1f} before, durable 4 KiB in {self.sync_us:.0f} us"
+            f"Python {self.python}; 4 KiB durable in {self.sync_us:.0f} us"
         )
 
 

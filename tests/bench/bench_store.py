@@ -7,12 +7,17 @@ from pathlib import Path
 
 import msgspec
 
-from metaservice.core.capture import capture
-from metaservice.core.model import Limits
-from metaservice.journal.sqlite import SqliteReader, open_reader
-from metaservice.replica.replay import replay
 from tests.bench.bench_clients import write
-from tests.bench.bench_service import CHAIN_KEYS, INSTANCE, NEVER_SNAPSHOT, ROOT, Service, chain, new_client
+from tests.bench.bench_service import (
+    CHAIN_KEYS,
+    INSTANCE,
+    NEVER_SNAPSHOT,
+    ROOT,
+    BenchError,
+    Service,
+    chain,
+    new_client,
+)
 
 LONG_CHAIN = 1 << 40
 """The chain that the lookup of thousands of keys asks for."""
@@ -75,8 +80,10 @@ class Replayed(msgspec.Struct, kw_only=True):
 
 def replayed(journal: Path, repeats: int) -> Replayed:
     """The best of several, measured in a process of its own. Leaves a snapshot behind."""
-    command = [sys.executable, "-m", "tests.bench.bench_store", str(journal), str(repeats)]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=300)
+    command = [sys.executable, "-m", "tests.bench.bench_replay", str(journal), str(repeats)]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=300)
+    if run.returncode:
+        raise BenchError(f"replaying failed with {run.returncode}")
     return msgspec.json.decode(run.stdout, type=Replayed)
 
 
@@ -84,43 +91,3 @@ def restart_s(data: Path) -> float:
     """From the start of the process until the service answers."""
     with Service(data, *NEVER_SNAPSHOT) as service:
         return service.started_s
-
-
-def _timed(reader: SqliteReader) -> tuple[float, float]:
-    """One replay: (seconds, processor seconds). What was replayed goes after the clock was read."""
-    began_s, cpu_s = time.perf_counter(), time.process_time()
-    machine = replay(reader, 0, Limits())
-    took = time.perf_counter() - began_s, time.process_time() - cpu_s
-    del machine
-    return took
-
-
-def replay_here(path: Path, repeats: int) -> Replayed:
-    """`replayed`, in this process."""
-    reader = open_reader(path, 0)
-    try:
-        replays = [_timed(reader) for _ in range(repeats)]
-        machine = replay(reader, 0, Limits())
-        blocks = len(machine.state.index)
-        began_s = time.perf_counter()
-        info = reader.snapshots.save(
-            machine.seq, machine.state.epoch, machine.digest(), capture(machine.state)
-        )
-        save_s = time.perf_counter() - began_s
-        del machine
-        loads = [_timed(reader) for _ in range(repeats)]
-    finally:
-        reader.close()
-    return Replayed(
-        blocks=blocks,
-        replay_s=min(wall_s for wall_s, _ in replays),
-        replay_cpu_s=min(cpu_s for _, cpu_s in replays),
-        save_s=save_s,
-        snapshot_bytes=info.size_bytes,
-        load_s=min(wall_s for wall_s, _ in loads),
-        load_cpu_s=min(cpu_s for _, cpu_s in loads),
-    )
-
-
-if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(replay_here(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -5,6 +5,7 @@ directory, in processes that end with this one.
 """
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -259,6 +260,7 @@ def main() -> int:
         say("")
         sys.stderr.write(f"bench: {error}\n")
         return 1
+    report.load_after = os.getloadavg()[0]
     report.seconds = time.monotonic() - _BEGAN_S
     say("")
     sys.stdout.write(report.text() + "\n")

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.bench, pytest.mark.slow]
+pytestmark = [pytest.mark.bench, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run_bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
@@ -21,7 +21,7 @@ def run_bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str
         env=os.environ | {"TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
 
