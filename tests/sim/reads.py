@@ -42,6 +42,7 @@ class Reads(Facts):
             lease = self.memory.leases.get(first.lease)
             if lease is not None and lease.state == "held":
                 self.same_lease(first, reply)
+                self.renew_lease(first.lease, now_ms + command.lease_ms, now_ms, None)
                 return
         mode, scopes = self.strictest(command.instance)
         want = self.found(command, row, group)
@@ -75,7 +76,7 @@ class Reads(Facts):
             self.memory.asked[(command.engine, command.request_id)] = reply
 
     def same_lease(self, first: Looked, reply: Looked) -> None:
-        """A repeat names the same lease and the same blocks."""
+        """A repeat names the same lease and the same blocks, and counts from now on."""
         self.agree("repeated lease", first.lease, reply.lease)
         self.agree("repeated blocks", self.named(first), self.named(reply))
         self.agree(
@@ -264,19 +265,22 @@ class Reads(Facts):
         for name in command.leases:
             lease = self.memory.leases.get(name)
             if lease is not None and lease.state == "held":
-                until = now_ms + ttl_ms
-                rows = {
-                    location: (generation, max(deadline, until))
-                    if deadline > now_ms and (only is None or location in only)
-                    else (generation, deadline)
-                    for location, (generation, deadline) in lease.rows.items()
-                }
-                self.memory.leases[name] = Lease(rows)
+                self.renew_lease(name, now_ms + ttl_ms, now_ms, only)
                 outcomes.append(LeaseOutcome.renewed)
             else:
                 outcomes.append(self.ended_outcome(lease))
         self.agree("outcomes", list(outcomes), list(reply.outcomes))
         self.agree("changed", [self.changed(name, now_ms) for name in command.leases], list(reply.changed))
+
+    def renew_lease(self, name: str, until_ms: int, now_ms: int, only: set[int] | None) -> None:
+        """Prolong what is still held of a lease, or of some of its blocks."""
+        rows = {
+            location: (generation, max(deadline, until_ms))
+            if deadline > now_ms and (only is None or location in only)
+            else (generation, deadline)
+            for location, (generation, deadline) in self.memory.leases[name].rows.items()
+        }
+        self.memory.leases[name] = Lease(rows)
 
     def on_release_leases(self, command: ReleaseLeases, now_ms: int, reply: object) -> None:
         """Releasing is idempotent and touches no other lease."""
