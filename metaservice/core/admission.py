@@ -58,7 +58,7 @@ class _Freed:
         return self._bytes.get(usage, 0)
 
     def room(self, usage: Usage, size_bytes: int) -> int | None:
-        """As Usage.room, with the victims gone."""
+        """How many more blocks of `size_bytes` the budget takes with the victims gone; None: no limit."""
         rooms = []
         if usage.budget_bytes is not None:
             rooms.append((usage.budget_bytes - usage.bytes + self._bytes.get(usage, 0)) // size_bytes)

@@ -13,7 +13,7 @@ arrives.
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import compress, repeat
+from itertools import repeat
 
 from .ids import NONE
 from .model import AttentionGroup, LocationState, Part
@@ -423,8 +423,3 @@ def live_of(index: BlockIndex, slots: Iterable[int], generations: Iterable[int])
         1 if slot < known and slot != NONE and state[slot] != GONE and generation[slot] == wanted else 0
         for slot, wanted in zip(slots, generations, strict=True)
     )
-
-
-def chosen(slots: Sequence[int], flags: bytes) -> list[int]:
-    """The slots whose flag is set."""
-    return list(compress(slots, flags))

@@ -142,10 +142,6 @@ class Leases:
         self._end(lease, LeaseOutcome.released)
         return LeaseOutcome.released, 0
 
-    def holds(self, name: str) -> bool:
-        """Whether the lease is held now."""
-        return name in self._held
-
     def sweep(self, now_ms: int) -> int:
         """End what is past its deadline; returns how many leases ended."""
         ended = 0

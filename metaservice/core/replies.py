@@ -4,7 +4,7 @@ from array import array
 
 from msgspec import Struct
 
-from .model import Fingerprint, SwitchMode, SwitchScope
+from .model import SwitchMode, SwitchScope
 
 
 class Switched(Struct, frozen=True):
@@ -189,15 +189,3 @@ class Usage(Struct, frozen=True):
     deleting_blocks: int = 0
     bytes_max: int | None = None
     blocks_max: int | None = None
-
-
-class InstanceView(Struct, frozen=True):
-    """A registered instance for people."""
-
-    instance: str
-    group: str
-    tenant: str
-    fingerprint: Fingerprint
-    usage: Usage
-    switch: SwitchMode
-    retiring: bool

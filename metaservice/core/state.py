@@ -46,15 +46,6 @@ class Usage:
         self.budget_bytes: int | None = None
         self.budget_blocks: int | None = None
 
-    def room(self, size_bytes: int) -> int | None:
-        """How many more blocks of `size_bytes` fit, None for no limit. Never negative."""
-        rooms = []
-        if self.budget_bytes is not None:
-            rooms.append((self.budget_bytes - self.bytes) // size_bytes)
-        if self.budget_blocks is not None:
-            rooms.append(self.budget_blocks - self.blocks)
-        return max(0, min(rooms)) if rooms else None
-
     def over(self, permille: int) -> bool:
         """Whether use is above that many thousandths of a limit."""
         return self.excess_bytes(permille) > 0 or self.excess_blocks(permille) > 0

@@ -7,7 +7,7 @@ from .ids import KEY_LENGTH_MAX, KEY_LENGTH_MIN
 from .index import Table
 from .model import Fingerprint, GroupKind, Limits
 from .rejections import Rejection
-from .state import Instance, Member, Session, State
+from .state import Instance, Member, State
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
@@ -141,8 +141,3 @@ def ended_session(state: State, session: int) -> Rejection:
             "session_ended", "the write session is over, and its outcome is no longer kept", "session"
         )
     return Rejection("session_unknown", "no such write session", "session")
-
-
-def open_session(state: State, session: int) -> Session | None:
-    """The session, while it is open."""
-    return state.sessions.get(session)

@@ -25,22 +25,3 @@ class Observer(Protocol):
     def rebuilt(self, reason: str) -> None:
         """The state was thrown away and built anew from the journal."""
         ...
-
-
-class Silent:
-    """An observer for those who do not measure."""
-
-    def batch(self, *, commands: int, events: int, payload_bytes: int, append_ms: float, queued: int) -> None:
-        """Nobody listens."""
-
-    def expired(self, kind: str, count: int) -> None:
-        """Nobody listens."""
-
-    def evicted(self, reason: str, blocks: int, size_bytes: int) -> None:
-        """Nobody listens."""
-
-    def loop_lag(self, lag_ms: float) -> None:
-        """Nobody listens."""
-
-    def rebuilt(self, reason: str) -> None:
-        """Nobody listens."""

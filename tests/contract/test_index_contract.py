@@ -18,7 +18,6 @@ from metaservice.core.index import (
     WRITING,
     BlockIndex,
     Table,
-    chosen,
     live_of,
     packed_slots,
     span_of,
@@ -510,4 +509,3 @@ def test_packed_columns_split_into_rows() -> None:
 def test_columns_of_slots_pack_and_unpack() -> None:
     assert packed_slots(range(3)) == bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])
     assert unpacked_slots(packed_slots([7, 4_000_000_000])).tolist() == [7, 4_000_000_000]
-    assert chosen([5, 6, 7], bytes([1, 0, 1])) == [5, 7]
