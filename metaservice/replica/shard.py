@@ -206,15 +206,15 @@ class Shard:
 
     @property
     def ready(self) -> bool:
-        """Whether it may serve: leading, with its take-over durable."""
+        """Whether it may serve: leading, with its take-over durable, and not on its way out."""
         sequencer = self._sequencer
-        return not self._stopping.is_set() and sequencer is not None and sequencer.led
+        return sequencer is not None and sequencer.led and not self._stopping.is_set()
 
     @property
     def machine(self) -> Machine:
-        """The machine, while it may be asked."""
+        """The machine, while it may be asked: never after `stop`, when another process may lead already."""
         sequencer = self._sequencer
-        if sequencer is None or not sequencer.led:
+        if sequencer is None or not sequencer.led or self._stopping.is_set():
             raise ShardUnavailable("not_ready", f"{self.status}: {self.reason}")
         return sequencer.machine
 
