@@ -42,7 +42,6 @@ WriteReason = Literal[
     "read_only",
     "denied",
     "root_missing",
-    "unsupported",
     "wrong_length",
     "bad_place",
     "bad_buffer",

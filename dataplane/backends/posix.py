@@ -2,8 +2,8 @@
 
 A write goes to a temporary file in the folder of its target, is flushed as far as the policy says, and is
 published by hard-linking it to the target's name: the one step that is atomic on all of these file systems
-*and* fails when the name is taken, where a rename would silently replace what readers hold a promise on. A
-reader therefore finds all of a file or nothing, whoever dies when.
+*and* fails when the name is taken, where a rename would silently replace what readers hold a promise on. (Where
+there are no hard links, it looks first and renames.) A reader therefore finds all of a file or nothing, whoever dies when.
 """
 
 import errno
@@ -66,11 +66,9 @@ _WRITE_REASONS: dict[int, WriteReason] = {
 _LINK_REASONS: dict[int, WriteReason] = {
     **_WRITE_REASONS,
     errno.ENOENT: "removed",
-    errno.EPERM: "unsupported",
-    errno.EOPNOTSUPP: "unsupported",
-    errno.ENOSYS: "unsupported",
-    errno.EMLINK: "unsupported",
 }
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""What file systems without hard links (many FUSE mounts) answer."""
 _DELETE_REASONS: dict[int, DeleteReason] = {
     errno.EROFS: "read_only",
     errno.EACCES: "denied",
@@ -168,6 +166,14 @@ class Posix:
                 os.link(temporary, target)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # A rename is as atomic but would replace a file. Nobody but the holder of this place's write
+                # session may be writing here, so that to look first is enough.
+                if os.path.lexists(target):
+                    return False
+                os.rename(temporary, target)
         return True
 
     def _expect_same(self, place: Place, checksum: int) -> None:

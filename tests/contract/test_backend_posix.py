@@ -149,25 +149,34 @@ def test_a_failing_disk_is_a_typed_failure_at_every_step(
     assert files(root) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (errno.EPERM, "unsupported"),
-        (errno.EOPNOTSUPP, "unsupported"),
-        (errno.EMLINK, "unsupported"),
-        (errno.EIO, "io_error"),
-    ],
-)
-def test_a_file_system_without_hard_links_is_named(
-    backend: Backend, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_system_without_hard_links_is_renamed_on(
+    backend: Backend, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def failing(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", failing)
+    checksum = backend.write(PLACE, DATA)
+    assert backend.read(PLACE, checksum) == DATA
+    assert backend.write(PLACE, DATA) == checksum
+    with pytest.raises(WriteFailed) as failed:
+        backend.write(PLACE, bytes(len(DATA)))
+    assert failed.value.reason == "exists"
+    assert backend.read(PLACE, checksum) == DATA
+    assert len(files(root)) == 1
+
+
+def test_another_failure_of_publishing_is_named(
+    backend: Backend, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", failing)
     with pytest.raises(WriteFailed) as failed:
         backend.write(PLACE, DATA)
-    assert failed.value.reason == reason
+    assert failed.value.reason == "io_error"
     assert files(root) == []
 
 
