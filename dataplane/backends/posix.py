@@ -2,8 +2,9 @@
 
 A write goes to a temporary file in the folder of its target, is flushed as far as the policy says, and is
 published by hard-linking it to the target's name: the one step that is atomic on all of these file systems
-*and* fails when the name is taken, where a rename would silently replace what readers hold a promise on. (Where
-there are no hard links, it looks first and renames.) A reader therefore finds all of a file or nothing, whoever dies when.
+*and* fails when the name is taken, where a rename would silently replace what readers hold a promise on.
+(Where there are no hard links, it looks first and renames.) A reader therefore finds all of a file or
+nothing, whoever dies when.
 """
 
 import errno
