@@ -1,5 +1,6 @@
 """What must hold of a service, seen from outside, by the record of what writers were told."""
 
+import random
 import time
 from array import array
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Found:
 class Checker:
     """Asks as engine `checker`, and writes what is wrong into the ledger and the counts."""
 
-    def __init__(self, url: str, ledger: Ledger) -> None:
+    def __init__(self, url: str, ledger: Ledger, seed: int) -> None:
         self.client: Client = client_of(url, timeout_ms=10_000)
         self.ledger = ledger
         self.lost = 0
@@ -38,6 +39,9 @@ class Checker:
         self.not_freed = 0
         self.usage_mismatch = 0
         self.epochs: list[int] = []
+        self.seen = 0
+        """How many acknowledged blocks, in the order of their finishes, were found at least once."""
+        self.rng = random.Random(seed)
         self.leases: dict[str, int] = {}
         """Every lease it ever got -> the epoch."""
 
@@ -71,12 +75,20 @@ class Checker:
 
     # -- what must hold at any time
 
-    def all_found(self) -> None:
-        """I1, I2: every acknowledged finish is found, at its place, with its checksums."""
+    def all_found(self, sample: int | None = None) -> None:
+        """I1, I2: every acknowledged finish is found, at its place, with its checksums.
+
+        `sample`: of what was found by a check before, look at so many only.
+        """
         serving = self.ledger.serving()
-        found = self.find(sorted(serving))
-        for key, place in serving.items():
-            at = found.places.get(key)
+        keys = list(serving)
+        fresh, old = keys[self.seen :], keys[: self.seen]
+        if sample is not None and len(old) > sample:
+            old = self.rng.sample(old, sample)
+        found = self.find(old + fresh)
+        self.seen = len(keys)
+        for key in old + fresh:
+            place, at = serving[key], found.places.get(key)
             if at is None:
                 self.lost += 1
                 self.ledger.wrong(f"{key.hex()} was finished at {place} and is not found")
@@ -117,34 +129,39 @@ class Checker:
 
         `alone`: nobody writes meanwhile; otherwise only sessions are looked at whose keys nobody else uses.
         """
-        for one in self.ledger.take_due(now_ms()):
-            self.checked += 1
-            self._is_free(one, alone)
-
-    def _is_free(self, one: Open, alone: bool) -> None:
+        due = self.ledger.take_due(now_ms())
+        self.checked += len(due)
         serving = self.ledger.serving()
-        keys = [key for key in one.keys if key not in serving and key not in self.ledger.unsure]
-        if not keys:
-            return
+        others = set() if alone else self.ledger.shared
+        wanted: dict[bytes, Open] = {}
+        for one in due:
+            wanted.update(
+                (key, one) for key in one.keys if key not in serving and key not in self.ledger.unsure
+            )
+        keys = [key for key in wanted if key not in others]
+        for at in range(0, len(keys), KEYS_PER_CALL):
+            self._are_free(keys[at : at + KEYS_PER_CALL], wanted)
+
+    def _are_free(self, keys: list[bytes], wanted: dict[bytes, Open]) -> None:
         parents: list[bytes | None] = [None] * len(keys)
         started = self.client.start_write(INSTANCE, keys, parents=parents, ttl_ms=TTL_MS_MAX)
         if started.failure is not None:
-            raise Broken(f"a start after {one.session} failed: {started.failure} {started.detail}")
-        held = [row for row, outcome in enumerate(started.outcomes) if outcome != WriteOutcome.write]
+            raise Broken(f"a start on freed keys failed: {started.failure} {started.detail}")
+        held: dict[str, list[str]] = {}
+        for row, outcome in enumerate(started.outcomes):
+            if outcome != WriteOutcome.write:
+                one = wanted[keys[row]]
+                what = f"{WriteOutcome(outcome).name} ({started.reason(row)}, {started.wait_ms[row]} ms)"
+                held.setdefault(f"{one.session}, due {now_ms() - one.due_ms} ms ago", []).append(what)
         if started.session is not None:
             aborted = self.client.abort(started)
-            if aborted.freed != len(keys) - len(held):
+            if aborted.freed != len(started.writable):
                 self.ledger.wrong(
-                    f"an abort freed {aborted.freed} of {len(keys) - len(held)}: {aborted.failure}"
+                    f"an abort freed {aborted.freed} of {len(started.writable)}: {aborted.failure}"
                 )
-        others = set() if alone else self.ledger.shared
-        held = [row for row in held if keys[row] not in others and keys[row] not in self.ledger.serving()]
-        if held:
-            outcomes = [
-                f"{WriteOutcome(started.outcomes[row]).name} {started.wait_ms[row]} ms" for row in held
-            ]
+        for session, outcomes in held.items():
             self.not_freed += 1
-            self.ledger.wrong(f"{one.session} was due {now_ms() - one.due_ms} ms ago: {', '.join(outcomes)}")
+            self.ledger.wrong(f"{session}: {', '.join(outcomes)}")
 
     def settle(self) -> None:
         """With no writer left: wait for the last deadline, then everything must add up."""

@@ -26,6 +26,8 @@ from tests.torture.service_process import ServiceProcess
 from tests.torture.writers import SETTINGS, Actor, Deleter, Writer, client_of, furnish, now_ms
 
 PROBLEMS_SHOWN = 20
+SAMPLE = 20_000
+"""Blocks found before that are looked at again after each restart; at the end all are."""
 
 
 @dataclass
@@ -49,17 +51,23 @@ class Outcome:
 
 
 def run(
-    directory: Path, *, kills: int, seed: int, between_s: tuple[float, float], writers: int
+    directory: Path,
+    *,
+    kills: int,
+    seed: int,
+    between_s: tuple[float, float],
+    writers: int,
+    **settings: object,
 ) -> tuple[Outcome, Ledger]:
-    """One run: `kills` kills, each after a random time out of `between_s`."""
+    """One run: `kills` kills, each after a random time out of `between_s`; `settings` are the service's."""
     began_s = time.monotonic()
     rng = random.Random(seed)
     ledger = Ledger()
-    with ServiceProcess(directory, **SETTINGS) as service:
+    with ServiceProcess(directory, **{**SETTINGS, **settings}) as service:
         service.start()
         with client_of(service.url) as operator:
             furnish(operator)
-        checker = Checker(service.url, ledger)
+        checker = Checker(service.url, ledger, seed)
         actors: list[Actor] = [Writer(number, service.url, ledger, seed) for number in range(writers)]
         deleter = Deleter(service.url, ledger)
         try:
@@ -109,7 +117,7 @@ def kill_and_look(service: ServiceProcess, checker: Checker) -> None:
     checker.epoch_rose(service.epoch())
     if lease is not None:
         checker.lease_is_unknown(lease)
-    checker.all_found()
+    checker.all_found(SAMPLE)
     checker.due_are_free(alone=False)
 
 
@@ -126,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds-between", type=float, nargs=2, default=(0.3, 1.5), metavar=("MIN", "MAX"))
     parser.add_argument("--writers", type=int, default=4)
+    parser.add_argument("--snapshot-batches", type=int, default=200)
     parser.add_argument("--data", type=Path, help="directory to work in (default: a temporary one)")
     args = parser.parse_args(arguments)
     logging.getLogger("metaservice.client").setLevel(
@@ -138,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
             seed=args.seed,
             between_s=tuple(args.seconds_between),
             writers=args.writers,
+            snapshot_batches=args.snapshot_batches,
         )
     for problem in ledger.problems[:PROBLEMS_SHOWN]:
         sys.stderr.write(problem + "\n")

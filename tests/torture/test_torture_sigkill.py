@@ -1,6 +1,7 @@
 """SIGKILL under write load: nothing acknowledged is lost, everything unfinished ends, all counters add up."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,23 @@ def test_a_few_kills_lose_nothing(tmp_path: Path, seed: int) -> None:
     outcome, ledger = run(tmp_path, kills=2, seed=seed, between_s=(0.3, 0.7), writers=3)
     assert ledger.problems == []
     assert good(outcome), outcome
+
+
+@pytest.mark.torture
+@pytest.mark.slow
+def test_d5_kills_while_snapshots_are_cut_lose_nothing(tmp_path: Path, seed: int) -> None:
+    """Lives long enough for snapshots: restarts begin at one, the journal behind it is trimmed, and a process
+    that still cuts while its service is killed does no harm."""
+    outcome, ledger = run(tmp_path, kills=4, seed=seed, between_s=(5.5, 7.5), writers=3, snapshot_batches=100)
+    assert ledger.problems == []
+    assert good(outcome), outcome
+    log = (tmp_path / "service.log").read_text()
+    assert "restored snapshot at seq" in log
+    assert "no snapshot was cut" not in log
+    connection = sqlite3.connect(tmp_path / "data" / "journal.sqlite")
+    [(first_seq,)] = connection.execute("SELECT min(first_seq) FROM journal").fetchall()
+    connection.close()
+    assert first_seq > 1, "the journal was never trimmed"
 
 
 @pytest.mark.torture

@@ -59,7 +59,7 @@ def test_i10_sigterm_under_load_fails_nobody_who_retries(tmp_path: Path, seed: i
         service.start()
         with client_of(service.url) as operator:
             furnish(operator)
-        checker = Checker(service.url, ledger)
+        checker = Checker(service.url, ledger, seed)
         checker.begin()
         actors: list[Actor] = [Writer(number, service.url, ledger, seed) for number in range(3)]
         actors.append(Deleter(service.url, ledger))

@@ -181,7 +181,7 @@ class Writer(Actor):
         if started.session is not None:
             self.ledger.placed(started.session, places, serving_before)
             self.end(started, places)
-        time.sleep(rng.random() * 0.004)
+        time.sleep(rng.random() * 0.02)
 
     def check_rows(self, started: WriteResult, shared: bool) -> None:
         """What no start may answer."""
