@@ -6,6 +6,7 @@ is no part of the digest.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import chain
@@ -86,13 +87,8 @@ def capture(state: State) -> Iterator[bytes]:
 
 def digest(state: State) -> bytes:
     """32 bytes that are equal for equal states."""
-    return digest_of(_canonical(state))
-
-
-def digest_of(chunks: Iterable[bytes]) -> bytes:
-    """The digest of canonical chunks (without the recency chunk)."""
     hashed = blake2b(digest_size=32)
-    for chunk in chunks:
+    for chunk in _canonical(state):
         hashed.update(len(chunk).to_bytes(8, "little"))
         hashed.update(chunk)
     return hashed.digest()
@@ -168,27 +164,19 @@ def _head(state: State) -> _Head:
 # ---------------------------------------------------------------- restore
 
 
-def restore(chunks: Iterable[bytes], limits: Limits) -> tuple[State, Memory, bytes]:
-    """The state of captured chunks, fresh leader memory beside it, and the digest of what was read."""
-    hashed = blake2b(digest_size=32)
+def restore(chunks: Iterable[bytes], limits: Limits) -> tuple[State, Memory]:
+    """The state of captured chunks, and fresh leader memory beside it."""
     source = iter(chunks)
-
-    def take() -> bytes:
-        chunk = next(source)
-        hashed.update(len(chunk).to_bytes(8, "little"))
-        hashed.update(chunk)
-        return chunk
-
-    head = msgspec.msgpack.decode(take(), type=_Head)
+    head = msgspec.msgpack.decode(next(source), type=_Head)
     if head.format != FORMAT:
         raise ValueError(f"snapshot format {head.format}; this release reads {FORMAT}")
     state = State(head.shard)
     _restore_head(state, head)
-    sessions = msgspec.msgpack.decode(take(), type=_Sessions)
+    sessions = msgspec.msgpack.decode(next(source), type=_Sessions)
     decoder = msgspec.msgpack.Decoder(_Slots)
     intern: dict[bytes, bytes] = {}
     while len(state.index) < head.slots:
-        _restore_slots(state.index, decoder.decode(take()), intern)
+        _restore_slots(state.index, decoder.decode(next(source)), intern)
     recency = msgspec.msgpack.decode(next(source), type=_Recency)
     index = state.index
     index.used_ms = array("Q", recency.used_ms)
@@ -197,7 +185,7 @@ def restore(chunks: Iterable[bytes], limits: Limits) -> tuple[State, Memory, byt
     _derive(state)
     memory = Memory(state, limits)
     _remind(state, memory)
-    return state, memory, hashed.digest()
+    return state, memory
 
 
 def _restore_head(state: State, head: _Head) -> None:
@@ -238,9 +226,11 @@ def _restore_slots(index: BlockIndex, part: _Slots, intern: dict[bytes, bytes]) 
     assert part.first == len(index), "chunks out of order"
     count = len(part.key)
     # a parent key is the same object as its block's key, as it is when written live: 80 bytes a block
-    keys = [intern.setdefault(key, key) for key in part.key]
+    keys = part.key
+    intern.update(zip(keys, keys, strict=True))
+    parents = [intern.get(one, one) if one is not None else None for one in part.parent]
     index.key += keys
-    index.parent += [None if one is None else intern.setdefault(one, one) for one in part.parent]
+    index.parent += parents
     index.table.frombytes(part.table)
     index.state += part.state
     index.generation.frombytes(part.generation)
@@ -270,31 +260,34 @@ def _restore_sessions(state: State, saved: _Sessions) -> None:
 def _derive(state: State) -> None:
     """Key tables, links and counters from the columns."""
     index = state.index
-    counts: dict[tuple[int, int, bool], int] = {}
-    for slot, at in enumerate(index.state):
-        if at == GONE:
-            continue
-        table = index.tables[index.table[slot]]
-        where = (table.number, index.storage[slot], at == DELETING)
-        counts[where] = counts.get(where, 0) + 1
-        if at == DELETING:
-            table.blocks_deleting += 1
-            index.deleting_count += 1
-        else:
-            table.slots[index.key[slot]] = slot
-    for slot, at in enumerate(index.state):
-        if at not in (WRITING, SERVING):
-            continue
-        table = index.tables[index.table[slot]]
-        needed = index.parent[slot] if table.primary else index.key[slot]
+    table_of, key_of, parent_of, children = index.table, index.key, index.parent, index.children
+    live = [slot for slot, at in enumerate(index.state) if at in (SERVING, WRITING)]
+    slots_of = {number: table.slots for number, table in index.tables.items()}
+    for slot in live:
+        slots_of[table_of[slot]][key_of[slot]] = slot
+    homes = {
+        number: (table.primary, table.dependency.slots.get, table.dependency.pending)
+        for number, table in index.tables.items()
+    }
+    for slot in live:
+        primary, find, pending = homes[table_of[slot]]
+        needed = parent_of[slot] if primary else key_of[slot]
         if needed is None:
             continue
-        home = table.dependency
-        upper = home.slots.get(needed)
+        upper = find(needed)
         if upper is None:
-            home.pending[needed] = home.pending.get(needed, 0) + 1
+            pending[needed] = pending.get(needed, 0) + 1
         else:
-            index.children[upper] += 1
+            children[upper] += 1
+    counts: Counter[tuple[int, int, bool]] = Counter()
+    for (number, storage, at), count in Counter(
+        zip(table_of, index.storage, index.state, strict=True)
+    ).items():
+        if at != GONE:
+            counts[number, storage, at == DELETING] += count
+        if at == DELETING:
+            index.tables[number].blocks_deleting += count
+            index.deleting_count += count
     for (number, storage, deleting), count in counts.items():
         table = index.tables[number]
         instance = state.instances[table.instance]

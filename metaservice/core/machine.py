@@ -62,7 +62,7 @@ class Machine:
     def restore(cls, chunks: Iterable[bytes], shard: int, limits: Limits) -> "Machine":
         """The machine that `capture` wrote down; everything in it counts as durable."""
         machine = cls(shard, limits)
-        machine.state, machine.memory, _ = capture.restore(chunks, limits)
+        machine.state, machine.memory = capture.restore(chunks, limits)
         if machine.state.shard != shard:
             raise ValueError(f"the snapshot is of shard {machine.state.shard}, not {shard}")
         return machine
