@@ -277,7 +277,7 @@ def lookup(world: World, rng: Random) -> None:
     window = rng.randint(1, 4) if mode == "window" and chance(rng, 50) else None
     if mode in ("window", "state") and (window is None or asked is None):
         asked = None
-    lease_ms = rng.choice((50, 400, 1_500, 2_000)) if chance(rng, 60) else 0
+    lease_ms = min(rng.choice((50, 400, 1_500, 2_000)), world.limits.lease_ms_max) if chance(rng, 60) else 0
     engine = rng.choice(ENGINES) if chance(rng, 40) else ""
     command = Lookup(
         instance=deployment.name if not chance(rng, 1) else "nobody",
@@ -323,9 +323,9 @@ def renew_leases(world: World, rng: Random) -> None:
     for name, outcome in zip(names, reply.outcomes, strict=True):
         if outcome != LeaseOutcome.renewed:
             continue
-        for promise in [p for p in world.promises if p.lease == name and p.until_ms > world.now_ms]:
+        for promise in [p for p in world.promises if p.lease == name and p.until_ms > world.real_ms]:
             places = promise.places if only is None else promise.places & only
-            world.promises.append(Promise(name, places, world.now_ms + reply.ttl_ms))
+            world.promises.append(Promise(name, places, world.real_ms + reply.ttl_ms))
 
 
 def some_leases(world: World, rng: Random) -> list[str]:

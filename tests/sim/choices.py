@@ -23,8 +23,8 @@ class Choices(Reads):
         """Whether the step has events."""
         self.seq = 0
         """The machine's seq after this step."""
-        self.late_until_ms: dict[tuple[int, int], int] = {}
-        """(location, generation) -> until when its writer may still write: a fact of the world."""
+        self.unwritten: list[tuple[int, int]] = []
+        """(location, generation) that nobody may write any more since this step"""
         self.numbers: dict[int, str] = {}
         """storage number -> name"""
 
@@ -68,7 +68,7 @@ class Choices(Reads):
     def free(self, copy: Copy, not_before_ms: int) -> None:
         """The copy's key is free at once, its place only later."""
         if copy.state == LocationState.writing:
-            self.late_until_ms[copy.location, copy.generation] = not_before_ms
+            self.unwritten.append((copy.location, copy.generation))
         needed = self.live().get(self.needs(copy))
         own_ms = self.memory.own_ms
         if needed is not None and copy.location in own_ms:

@@ -112,7 +112,8 @@ class Facts:
                 for c in self.state.copies.values()
                 if c.storage == name and (c.live or c.location in self.memory.stuck)
             ]
-        return [c for c in self.state.copies.values() if c.live and scope in self.path(c.instance)]
+        inside = {instance for instance in self.state.instances if scope in self.path(instance)}
+        return [c for c in self.state.copies.values() if c.instance in inside and c.live]
 
     def used(self, scope: Scope) -> tuple[int, int]:
         """(bytes, blocks) that a scope uses."""

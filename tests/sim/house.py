@@ -78,17 +78,21 @@ class House:
             machine.apply(event)
         return machine
 
+    def restored(self) -> Machine | None:
+        """Another machine, from the snapshot and the events after it; None without a snapshot."""
+        if self.captured is None:
+            return None
+        at, chunks = self.captured
+        machine = Machine.restore(chunks, shard=self.shard, limits=self.limits)
+        for event in self.events[at:]:
+            machine.apply(event)
+        return machine
+
     def crash(self, *, from_capture: bool = False) -> None:
         """Lose the machine and all that was not durable, replay the journal, and lead again."""
         del self.events[self.durable :]
-        if from_capture and self.captured is not None and self.captured[0] <= self.durable:
-            at, chunks = self.captured
-            self.machine = Machine.restore(chunks, shard=self.shard, limits=self.limits)
-            for event in self.events[at:]:
-                self.machine.apply(event)
-        else:
-            self.machine = self.replayed()
-        self.machine.mark_durable(self.durable)
         if self.captured is not None and self.captured[0] > self.durable:
             self.captured = None
+        self.machine = (self.restored() if from_capture else None) or self.replayed()
+        self.machine.mark_durable(self.durable)
         self.take_over()

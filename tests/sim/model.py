@@ -43,6 +43,7 @@ class Model(Passing):
         self.victims = list(observed.victims)
         self.evicted = len(observed.victims)
         self.retired = list(observed.retired)
+        self.unwritten = []
         self.instances_gone = set(observed.instances_gone)
         self.end_leases(now_ms)
         try:

@@ -208,7 +208,7 @@ def flush(world: World, rng: Random) -> None:
 def crash(world: World, rng: Random) -> None:
     """The leader is gone; another takes over, now or a little later."""
     world.now_ms += rng.choice((1, 1, 500))
-    world.crash(from_capture=chance(rng, 50))
+    world.crash(from_capture=chance(rng, 50), jump_ms=rng.choice((0, 0, 0, -3_000, 30_000)))
     if chance(rng, 70):
         world.flush()
     beat(world, rng)
@@ -269,7 +269,7 @@ def play(seed: int, steps: list[Step], prepare: Callable[[World], None] | None =
     opening = Random(seed)
     for member in (*ENGINES, *WORKERS):
         enter(world, opening, member, world.incarnations[member][-1])
-    world.now_ms += opening.choice((0, world.limits.lease_ms_max))
+    world.now_ms += opening.choice((0, world.model.settled_ms()))
     world.flush()
     for name, own in steps:
         ACTS[name][1](world, Random(own))

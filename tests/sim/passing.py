@@ -177,8 +177,13 @@ class Passing(Catalogue):
             and copy.seq <= self.durable
             and copy.not_before_ms <= now_ms
             and not self.leased(copy, now_ms)
-            and now_ms >= self.state.took_over_ms + self.limits.lease_ms_max
+            and now_ms >= self.state.took_over_ms + self.settled_ms()
         )
+
+    def settled_ms(self) -> int:
+        """How long after a take-over nothing is deleted: all earlier promises are waited for anew."""
+        limits = self.limits
+        return max(limits.lease_ms_max, limits.late_write_ms, limits.reclaim_delay_ms)
 
     def on_take_tasks(self, command: TakeTasks, now_ms: int, reply: object) -> None:
         """A worker gets what it can delete, no sooner than it may be deleted, and nobody else has it."""

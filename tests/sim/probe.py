@@ -80,11 +80,9 @@ def compare_usage(model: Model, machine: Machine) -> None:
         for view in machine.describe(kind):
             usage = view.usage  # type: ignore[attr-defined]
             name = view.id  # type: ignore[attr-defined]
-            rows = [
-                c
-                for c in model.state.copies.values()
-                if (c.storage == name if kind == "storages" else (scope, name) in model.path(c.instance))
-            ]
+            inside = {instance for instance in model.state.instances if (scope, name) in model.path(instance)}
+            copies = model.state.copies.values()
+            rows = [c for c in copies if (c.storage == name if kind == "storages" else c.instance in inside)]
             live = [c.size_bytes for c in rows if c.live]
             going = [c.size_bytes for c in rows if not c.live]
             want = (sum(live), len(live), sum(going), len(going))

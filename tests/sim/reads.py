@@ -319,6 +319,15 @@ class Reads(Facts):
         """Silence is the only thing that is never answered."""
         self.member(command.kind, command.id, command.incarnation)
         assert isinstance(reply, Beat), reply
+        instance = self.state.engines[command.id].of[0] if command.kind == "engine" else ""
+        mode: SwitchMode = SwitchMode.normal
+        scopes: list[tuple[SwitchScope, str]] = []
+        if instance in self.state.instances:
+            mode, scopes = self.strictest(instance)
+        if mode != SwitchMode.normal:
+            self.check_switch(reply.switch, mode, scopes)
+        else:
+            self.agree("switch", None, reply.switch)
         self.memory.seen_ms[(command.kind, command.id)] = now_ms
 
     def on_unknown(self, command: Unknown, now_ms: int, reply: object) -> None:

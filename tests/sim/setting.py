@@ -3,6 +3,8 @@
 from random import Random
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from metaservice.core.commands import Command, PutGroup, PutInstance, PutStorage, PutTenant
 from metaservice.core.model import (
     AttentionGroup,
@@ -74,10 +76,9 @@ class Setting:
     def __init__(self, rng: Random) -> None:
         self.limits = LIMITS
         if rng.random() < 0.3:
-            self.limits = Limits(
-                **{name: getattr(LIMITS, name) for name in LIMITS.__struct_fields__}
-                | {"evict_batch_max": 2, "retire_batch_max": 2}
-            )
+            self.limits = replace(self.limits, evict_batch_max=2, retire_batch_max=2)
+        if rng.random() < 0.2:
+            self.limits = replace(self.limits, lease_ms_max=500)
         self.storages = [
             PutStorage(
                 storage="s0", kind="posix", options={"root": "/s0"}, capacity_bytes=self.maybe(rng, 80, 400)

@@ -54,7 +54,7 @@ class Write(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """Somebody may be reading these places until then, under a lease or (None) without one."""
+    """Somebody may be reading these places until then (real time), under a lease or (None) without one."""
 
     lease: str | None
     places: frozenset[Place]
@@ -70,6 +70,8 @@ class World(House):
         self.model = Model(self.setting.limits)
         self.disk: dict[tuple[Place, str], tuple[str, str, bytes, str]] = {}
         """(place, part) -> (instance, group, key, storage)"""
+        self.late_until_ms: dict[Place, int] = {}
+        """Until when, in real time, the writer of a place may still be writing."""
         self.promises: list[Promise] = []
         self.writes: list[Write] = []
         self.leases: list[str] = []
@@ -81,6 +83,8 @@ class World(House):
         """The seqs at which a command's events end, from the durable one on: batches are whole commands."""
         self.steps = 0
         self.serial = 0
+        self.behind_ms = 0
+        """Real time minus the shard clock: a new leader's clock may be behind or ahead of the one before."""
         self.trace: Callable[[str], None] | None = None
         """Where commands and answers are told to, for a report."""
         super().__init__(
@@ -94,6 +98,11 @@ class World(House):
         for member in ("e0", "e1", "e2", "k0", "k1"):
             self.incarnations[member] = [f"{member}.1"]
         self.flush()
+
+    @property
+    def real_ms(self) -> int:
+        """The time of those who read and write bytes."""
+        return self.now_ms + self.behind_ms
 
     def fresh_name(self, prefix: str) -> str:
         """A name never used before."""
@@ -141,6 +150,8 @@ class World(House):
 
     def after(self) -> None:
         """What is cheap enough to be checked often."""
+        for place in self.model.unwritten:
+            self.late_until_ms[place] = self.real_ms + self.limits.late_write_ms
         self.steps += 1
         if self.steps % CHECK_EVERY == 0:
             self.machine.check()
@@ -180,9 +191,16 @@ class World(House):
         self.model.mark_durable(self.durable)
         self.boundaries = [at for at in self.boundaries if at > self.durable]
 
-    def crash(self, *, from_capture: bool = False) -> None:
-        """Lose the leader; what was never acknowledged may be lost, and nobody was told of it."""
-        self.tell(f"crash, {len(self.events) - self.durable} events lost")
+    def crash(self, *, from_capture: bool = False, jump_ms: int = 0) -> None:
+        """Lose the leader; what was never acknowledged may be lost, and nobody was told of it.
+
+        The next leader's clock is off by `jump_ms`, but never before what the journal says.
+        """
+        self.tell(f"crash, {len(self.events) - self.durable} events lost, clock jumps {jump_ms} ms")
+        journaled_ms = self.events[self.durable - 1].now_ms + 1
+        before_ms = self.now_ms
+        self.now_ms = max(journaled_ms, self.now_ms + jump_ms)
+        self.behind_ms += before_ms - self.now_ms
         self.boundaries = []
         self.writes = [write for write in self.writes if write.seq <= self.durable]
         self.model.crash()
@@ -201,7 +219,7 @@ class World(House):
         location, generation = place
         copy = self.model.state.copies.get(location)
         mine = copy is not None and copy.generation == generation
-        late = self.now_ms < self.model.late_until_ms.get(place, 0)
+        late = self.real_ms < self.late_until_ms.get(place, 0)
         if late and not mine:
             raise Violation(f"A1: {place} was given up while a late write may land: {copy}")
         if copy is None or not mine:
@@ -214,7 +232,7 @@ class World(House):
     def drop_bytes(self, places: Iterable[Place]) -> None:
         """A worker deletes bytes."""
         gone = set(places)
-        self.promises = [promise for promise in self.promises if promise.until_ms > self.now_ms]
+        self.promises = [promise for promise in self.promises if promise.until_ms > self.real_ms]
         for promise in self.promises:
             if under := gone & promise.places:
                 raise Violation(f"I3: bytes of {sorted(under)} are deleted under {promise}")
@@ -235,7 +253,7 @@ class World(House):
                         raise Violation(f"I2: dirty read of {place} {part}: {found}")
         if places:
             wait_ms = reply.lease_ms if reply.lease else self.limits.reclaim_delay_ms
-            self.promises.append(Promise(reply.lease, frozenset(places), self.now_ms + wait_ms))
+            self.promises.append(Promise(reply.lease, frozenset(places), self.real_ms + wait_ms))
 
     # ------------------------------------------------------------ the end
 
@@ -265,6 +283,11 @@ class World(House):
         compare(self.model, self.machine)
         if self.replayed().digest() != self.machine.digest():
             raise Violation("I6: the replay of all events differs from the live machine")
+        restored = self.restored()
+        if restored is not None and restored.digest() != self.machine.digest():
+            raise Violation("I6: a snapshot and the events after it differ from the live machine")
+        for upto in (len(self.events) // 3, len(self.events) * 2 // 3):
+            self.replayed(upto).check()  # a journal may end after any event
 
     def retiring(self) -> list[str]:
         """Instances that are still on their way out."""

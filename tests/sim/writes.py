@@ -192,6 +192,7 @@ class Writes(Choices):
         """Compare the reply and write down what was started."""
         keys = command.keys
         self.agree("group", group, reply.group)
+        self.agree("evicted", self.evicted, reply.evicted)
         self.agree("outcomes", [answers[key][0] for key in keys], [WriteOutcome(o) for o in reply.outcomes])
         self.agree("reasons", [answers[key][1] for key in keys], [RefusedReason(r) for r in reply.reasons])
         waits = list(reply.wait_ms) or [0] * len(keys)

@@ -65,13 +65,8 @@ def test_d5_snapshot_and_tail_give_the_same_as_the_whole_journal(from_capture: b
     fleet.finish(pending, parts=("tp0",))
     fleet.remove(chain(20)[15:])
     digest = fleet.machine.digest()
-    if from_capture:
-        assert fleet.captured is not None
-        at, chunks = fleet.captured
-        machine = type(fleet.machine).restore(chunks, shard=0, limits=LIMITS)
-        for event in fleet.events[at:]:
-            machine.apply(event)
-        assert machine.digest() == digest
+    other = fleet.restored() if from_capture else fleet.replayed()
+    assert other is not None and other.digest() == digest
     fleet.crash(from_capture=from_capture)
     assert fleet.lookup(chain(20)).hits == 15
     assert fleet.start(chain(5, "p"), request_id="r") == pending
