@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from metaservice.clock import monotonic_s
 from metaservice.core import commands as cmd
 from metaservice.core.outcomes import WriteOutcome
 from metaservice.core.replies import Started
@@ -55,6 +56,24 @@ async def test_full_journal_refuses_writes_and_answers_lookups(bench: Bench) -> 
         assert shard.read(cmd.Heartbeat(kind="engine", id="e", incarnation="x")).status == "active"
         bench.store.bytes_max = None
         assert (await held).outcomes == bytes([WriteOutcome.write]) * 2
+
+
+async def test_a_write_that_cannot_be_taken_is_refused_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when the journal is tried again: an engine waits for its answer."""
+    monkeypatch.setattr(sequencer, "RETRY_MS", 1_500)
+    async with bench.leading() as shard:
+        await furnish(shard)
+        fill_up(bench)
+        held = asyncio.create_task(shard.submit(start_of(chain(2, 10))))
+        await until(lambda: shard.stuck, "the journal is found full")
+        began_s = monotonic_s()
+        for number in range(20):
+            assert (await refusal(shard, start_of(chain(1, 50 + number)))).code == "journal_unavailable"
+        assert monotonic_s() - began_s < 1.0
+        bench.store.bytes_max = None
+        await held
 
 
 async def test_full_journal_recovers_unaided_and_keeps_the_held_batch_once(bench: Bench) -> None:

@@ -153,14 +153,14 @@ async def test_a_caller_gone_before_its_command_is_decided_changes_nothing(bench
         bench.gate.hold()
         first = asyncio.create_task(shard.submit(start_of(chain(1))))
         await until(lambda: bench.gate.waiting, "the append begins")
-        gone = asyncio.create_task(shard.submit(start_of(chain(1, 5), "r5")))
+        gone = asyncio.create_task(shard.submit(start_of(chain(1, 5))))
         stays = asyncio.create_task(shard.submit(start_of(chain(1, 6))))
         await asyncio.sleep(0.02)
         gone.cancel()
         bench.gate.free()
         await asyncio.gather(first, stays)
         assert gone.cancelled()
-        again: Started = await shard.submit(start_of(chain(1, 5), "r5"))
+        again: Started = await shard.submit(start_of(chain(1, 5)))
         assert again.outcomes == bytes([WriteOutcome.write])
         assert len(shard.machine.state.sessions) == 3
 
@@ -264,12 +264,24 @@ async def test_a_busy_service_keeps_its_deadlines(bench: Bench) -> None:
     async with bench.leading() as shard:
         await furnish(shard)
         await shard.submit(start_of(chain(3), ttl_ms=5_000))
-        number = 0
         bench.clock.value_ms += 5_000
-        while shard.machine.state.sessions:
-            number += 1
-            assert number < 5_000, "the tick never came"
-            await shard.submit(cmd.PutTenant(tenant=f"t{number % 10}"))
+
+        async def press(number: int) -> None:
+            for turn in range(3_000):
+                if not shard.machine.state.sessions:
+                    return
+                await shard.submit(cmd.PutTenant(tenant=f"t{number}", quota=Quota(blocks=turn)))
+            raise AssertionError("the tick never came")
+
+        bench.gate.hold()
+        first = asyncio.create_task(press(0))
+        await until(lambda: bench.gate.waiting, "the append begins")
+        second = asyncio.create_task(
+            press(1)
+        )  # from now on one of them always waits behind the other's append
+        await asyncio.sleep(0.01)
+        bench.gate.free()
+        await asyncio.gather(first, second)
         assert bench.told.ended == [("session", 1)]
 
 
