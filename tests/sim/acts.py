@@ -188,7 +188,7 @@ def finish(world: World, rng: Random) -> None:
             case 4:
                 checksums = None
             case _:
-                ok = b"\x01"
+                ok = b"\x01" * (len(cells) + 1)
     command = Finish(
         session=write.session + (50 if chance(rng, 1) else 0),
         engine=engine,

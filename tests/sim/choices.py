@@ -62,8 +62,9 @@ class Choices(Reads):
         gone: whether the use of what hangs below it still counts above is left open.
         """
         memory = self.memory
+        earliest_ms = memory.own_ms.get(copy.location, 0)
         latest_ms = memory.used_ms.get(copy.location, self.state.took_over_ms)
-        return memory.own_ms.get(copy.location, 0), latest_ms
+        return earliest_ms, max(earliest_ms, latest_ms)
 
     def free(self, copy: Copy, not_before_ms: int) -> None:
         """The copy's key is free at once, its place only later."""

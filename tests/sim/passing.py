@@ -44,12 +44,12 @@ class Passing(Catalogue):
         for name, task in list(self.memory.tasks.items()):
             if task.open and task.deadline_ms <= now_ms:
                 self.memory.tasks[name] = task._replace(open=False)
-                self.memory.stuck |= {location for location, _ in task.places if self.deleting(location)}
+                self.memory.stuck |= {location for location, at in task.places if self.deleting(location, at)}
 
-    def deleting(self, location: int) -> bool:
-        """Whether the location waits for the deletion of its bytes."""
+    def deleting(self, location: int, generation: int) -> bool:
+        """Whether the place waits for the deletion of its bytes."""
         copy = self.state.copies.get(location)
-        return copy is not None and copy.state == LocationState.deleting
+        return copy is not None and (copy.state, copy.generation) == (LocationState.deleting, generation)
 
     def retire(self, now_ms: int) -> None:
         """A retiring instance loses its blocks, then goes. How many at a time is the machine's choice."""
@@ -190,7 +190,7 @@ class Passing(Catalogue):
         self.member("worker", command.worker, command.incarnation)
         assert isinstance(reply, Tasks), reply
         serves = self.state.workers[command.worker].of
-        handed = {location for task in self.memory.tasks.values() if task.open for location, _ in task.places}
+        handed = {place for task in self.memory.tasks.values() if task.open for place in task.places}
         given: list[int] = []
         for task in reply.tasks:
             places = tuple(zip(task.locations, task.generations, strict=True))
@@ -204,10 +204,10 @@ class Passing(Catalogue):
                     raise Violation(f"{copy} is not of a storage that the worker serves: {serves}")
                 parts = self.state.instances[copy.instance].parts(copy.group)
                 self.agree("parts", tuple(part.name for part in parts), task.parts)
-                if location in handed:
+                if (location, generation) in handed:
                     raise Violation(f"location {location} is in two tasks")
                 given.append(location)
-                handed.add(location)
+                handed.add((location, generation))
             self.memory.tasks[task.task] = TaskRow(command.worker, places, now_ms + task.ttl_ms)
         waiting = [
             c.location
@@ -215,7 +215,7 @@ class Passing(Catalogue):
             if self.deletable(c, now_ms - self.limits.late_write_ms)
             and not self.leased(c, now_ms)
             and c.storage in serves
-            and c.location not in handed
+            and (c.location, c.generation) not in handed
             and self.memory.retry_ms.get(c.location, 0) <= now_ms
         ]
         if waiting and len(given) < command.limit:

@@ -185,3 +185,19 @@ def test_retry_of_a_write_whose_instance_is_gone() -> None:
     assert fleet.machine.describe_one("instances", "j", fleet.now_ms) is None
     reply = fleet.send(command)
     assert isinstance(reply, Rejection) or reply.session is not None
+
+
+def test_late_failure_of_an_earlier_holder_gives_the_work_to_nobody_else() -> None:
+    fleet = Fleet(LIMITS)
+    fleet.tick(LIMITS.lease_ms_max)
+    fleet.put(chain(2))
+    fleet.remove(chain(2))
+    fleet.tick(LIMITS.reclaim_delay_ms)
+    (early,) = fleet.take()
+    fleet.tick(LIMITS.task_ttl_ms)
+    assert len(fleet.take()) == 1
+    fleet.done(ConfirmTask(worker="k", incarnation="1", task=early.task, ok=b"\x00\x01"))
+    fleet.tick(LIMITS.task_retry_ms)
+    assert fleet.take() == [], "another worker is about it"
+    fleet.tick(LIMITS.task_ttl_ms)
+    assert len(fleet.delete()) == 1
