@@ -6,7 +6,10 @@ from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from metaservice.clock import monotonic_s
 from metaservice.core import commands as cmd
@@ -16,6 +19,7 @@ from metaservice.core.replies import Finished, Looked, Started
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
 from metaservice.journal.sqlite import SqliteJournal
+from metaservice.replica import shard as replica_shard
 from metaservice.replica.errors import ShardUnavailable
 from metaservice.replica.shard import Clock, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
@@ -34,6 +38,12 @@ FINGERPRINT = Fingerprint(
 )
 WAIT_S = 20.0
 """How long a test waits for what must happen; never reached when it does."""
+
+
+def leave_the_heap_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard collects garbage when it builds its state: here it would walk the heap of the whole test run."""
+    idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    monkeypatch.setattr(replica_shard, "gc", idle)
 
 
 def chain(count: int, start: int = 0) -> list[bytes]:

@@ -35,6 +35,7 @@ from tests.unit.replica_house import (
     finish_of,
     furnish,
     hits,
+    leave_the_heap_alone,
     refusal,
     start_of,
     until,
@@ -57,6 +58,7 @@ def _poisoned(state: Any, memory: Any, command: Poison, now_ms: int) -> Any:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(replica_shard, "REBUILD_PAUSE_MS", 20)
     monkeypatch.setitem(core_machine._DECIDE, Poison, _poisoned)
+    leave_the_heap_alone(monkeypatch)
     return Bench("memory", tmp_path)
 
 
@@ -196,9 +198,9 @@ async def test_failures_far_apart_do_not_lengthen_the_pause(
 
 async def test_a_state_thrown_away_is_not_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The block table is the largest thing in the process: a rebuild must not leave the old one behind."""
-    monkeypatch.setattr(
-        logging.getLogger("metaservice.replica.sequencer"), "disabled", True
-    )  # records keep frames
+    monkeypatch.setattr(replica_shard, "gc", gc)
+    # What is logged keeps the frames of the fault, and they keep the state.
+    monkeypatch.setattr(logging.getLogger("metaservice.replica.sequencer"), "disabled", True)
     async with bench.leading() as shard:
         await furnish(shard)
         await fill(shard, chain(2))

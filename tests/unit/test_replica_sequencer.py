@@ -21,6 +21,7 @@ from tests.unit.replica_house import (
     finish_of,
     furnish,
     hits,
+    leave_the_heap_alone,
     refusal,
     remove_of,
     start_of,
@@ -29,13 +30,15 @@ from tests.unit.replica_house import (
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    leave_the_heap_alone(monkeypatch)
     return Bench("memory", tmp_path)
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def any_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+def any_bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """For what depends on how the journal behaves."""
+    leave_the_heap_alone(monkeypatch)
     return Bench(request.param, tmp_path)
 
 
