@@ -41,7 +41,7 @@ WAIT_S = 20.0
 
 
 def leave_the_heap_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard collects garbage when it builds its state: here it would walk the heap of the whole test run."""
+    """A shard collects garbage when it builds its state: here that is the heap of the whole test run."""
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
     monkeypatch.setattr(replica_shard, "gc", idle)
 
