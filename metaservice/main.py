@@ -79,7 +79,12 @@ async def run(config: Config) -> None:
         await started
         await server.run_until_stopped(_announce(config, shard))
     finally:
-        await shard.stop()
+        try:
+            async with asyncio.timeout(config.grace_ms / 1000):
+                await shard.stop()
+        except TimeoutError:
+            # What hangs was not acknowledged; the next start finds the journal as the disk has it.
+            log.error("the journal did not end its last write in %d ms; leaving it", config.grace_ms)
         tracer.close()
 
 

@@ -194,7 +194,7 @@ class Leases:
 def _add(pins: "array[int]", slots: "array[int]", span: tuple[int, int] | None, amount: int) -> None:
     """Add to the pins of the slots; one run of slots with equal pins, the usual case, costs nearly
     nothing."""
-    if span is None:
+    if span is None or len(slots) < 8:
         for slot in slots:
             pins[slot] += amount
         return

@@ -32,9 +32,9 @@ def rejection_codes() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for path in (ROOT / "metaservice/core").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Rejection", "bad"):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Rejection":
                 first = node.args[0]
-                if getattr(node.func, "id", "") == "Rejection" and isinstance(first, ast.Constant):
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
                     found.add((first.value, f"{path.name}:{node.lineno}"))
     return found
 
