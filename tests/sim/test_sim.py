@@ -1,5 +1,10 @@
 """A short run of the simulator: some histories, seeds that once found something, and every planted bug."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.sim.histories import caught_by, failure, regressions, report
@@ -29,3 +34,24 @@ def test_seeds_that_once_found_something_stay_clean() -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name: str) -> None:
     assert caught_by(PLANTED[name]) is not None, f"no history notices {name}"
+
+
+def test_failing_history_is_told_with_its_seed_and_shortened() -> None:
+    seed = 1
+    steps = plan(seed)
+    with PLANTED["retry_not_remembered"]():
+        text = report(seed, steps)
+    assert text.startswith(f"seed={seed} commit=")
+    acts = text.splitlines()[1].split()[1:]
+    assert 2 <= len(acts) <= len(steps) // 3
+    assert "retry" in acts and "StartWrite" in text
+
+
+@pytest.mark.slow
+def test_command_line_ends_with_one_json_object() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["histories"] == 3 + len(regressions()) and result["violations"] == 0
+    assert result["planted"] == result["planted_caught"] == len(PLANTED)
+    assert run.stderr == "", "progress is for terminals only"
