@@ -110,10 +110,11 @@ class Deletions:
         return self._open.get(name) or self._ended.get(name)
 
     def done(self, task: Handed, failed: "array[int]", now_ms: int) -> None:
-        """The task is answered; what failed is offered again a little later."""
+        """The task is answered; what failed is offered again a little later. Of a task that is out of time
+        everything was offered again already."""
         if self._open.pop(task.name, None) is not None:
             self._keep(task)
-        self.queue(failed, now_ms + self._limits.task_retry_ms)
+            self.queue(failed, now_ms + self._limits.task_retry_ms)
 
     def gone(self, slots: Iterable[int]) -> None:
         """The locations are gone: nothing of them is overdue or leased any more."""
