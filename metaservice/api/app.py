@@ -44,7 +44,7 @@ class App:
         self._admin = build_admin(shard, settings, self._hot)
         self._unmatched = metrics.route("any", "unmatched")
         self._probes = {path: metrics.route("GET", path) for path in _PROBES}
-        metrics.watch_usage(lambda kind: shard.describe(kind) if shard.ready else ())
+        metrics.watch_usage(lambda kind: shard.usages(kind) if shard.ready else ())
         metrics.watch_gauges(lambda: _gauges(shard))
 
     # ------------------------------------------------------------ requests

@@ -182,9 +182,16 @@ class Machine:
         """Raises AssertionError when a counter or link disagrees with the rows."""
         checks.check(self.state)
 
-    def describe(self, kind: str, now_ms: int | None = None) -> list[Struct]:
-        """Views of all registered things of a kind (`views.KINDS`)."""
-        return views.describe(self.state, self.memory, kind, self.state.now_ms if now_ms is None else now_ms)
+    def describe(
+        self, kind: str, now_ms: int | None = None, after: str = "", limit: int | None = None
+    ) -> list[Struct]:
+        """Views of the registered things of a kind (`views.KINDS`) by id: at most `limit` behind `after`."""
+        when_ms = self.state.now_ms if now_ms is None else now_ms
+        return views.describe(self.state, self.memory, kind, when_ms, after, limit)
+
+    def usages(self, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
+        """Use of all tenants, groups, instances or storages, in numbers (see `views.usages`)."""
+        return views.usages(self.state, kind)
 
     def describe_one(self, kind: str, id: str, now_ms: int) -> Struct | None:
         """View of one registered thing."""

@@ -1,6 +1,7 @@
 """The state for people: what the admin routes, the CLI and the console show. Reads only."""
 
 from collections.abc import Mapping
+from heapq import nsmallest
 
 from msgspec import Struct
 
@@ -93,10 +94,28 @@ class SwitchView(Struct, frozen=True):
 KINDS = ("tenants", "storages", "groups", "instances", "engines", "workers", "switches")
 
 
-def describe(state: State, memory: Memory, kind: str, now_ms: int) -> list[Struct]:
-    """All registered things of a kind, by id."""
+def describe(
+    state: State, memory: Memory, kind: str, now_ms: int, after: str = "", limit: int | None = None
+) -> list[Struct]:
+    """Registered things of a kind in the order of their ids: at most `limit` of those behind `after`."""
+    behind = (id for id in _ids(state, kind) if id > after)
+    chosen = sorted(behind) if limit is None else nsmallest(limit, behind)
+    return [view for id in chosen if (view := describe_one(state, memory, kind, id, now_ms))]
+
+
+def usages(state: State, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
+    """(id, (bytes, blocks, deleting bytes, deleting blocks)) of all tenants, groups, instances or storages.
+    Cheap: it is asked at every scrape."""
+    registries: dict[str, Mapping[str, Tenant | Group | Instance | Storage]] = {
+        "tenants": state.tenants,
+        "groups": state.groups,
+        "instances": state.instances,
+        "storages": state.storages,
+    }
     return [
-        view for id in sorted(_ids(state, kind)) if (view := describe_one(state, memory, kind, id, now_ms))
+        (one.id, (use.bytes, use.blocks, use.deleting_bytes, use.deleting_blocks))
+        for one in registries[kind].values()
+        for use in (one.usage,)
     ]
 
 

@@ -277,9 +277,14 @@ class Shard:
         storage = self.machine.state.storage_of[number]
         return StorageInfo(storage.id, storage.kind, storage.options)
 
-    def describe(self, kind: str) -> list[Struct]:
-        """Views of all registered things of a kind."""
-        return self.machine.describe(kind, self._clock.now_ms())
+    def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Struct]:
+        """Views of the registered things of a kind by id: at most `limit` behind `after`."""
+        return self.machine.describe(kind, self._clock.now_ms(), after, limit)
+
+    def usages(self, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
+        """(id, (bytes, blocks, deleting bytes, deleting blocks)) of all tenants, groups, instances or
+        storages."""
+        return self.machine.usages(kind)
 
     def describe_one(self, kind: str, id: str) -> Struct | None:
         """View of one registered thing."""

@@ -6,7 +6,6 @@ Names, labels and cumulative sums are made when somebody scrapes.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,7 +21,7 @@ log = logging.getLogger("metaservice.telemetry")
 PREFIX = "ucm_meta_"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 USAGE_LEVELS = {"tenant": "tenants", "group": "groups", "instance": "instances", "storage": "storages"}
-Describe = Callable[[str], Iterable[Any]]
+Usages = Callable[[str], Iterable[tuple[str, tuple[int, int, int, int]]]]
 
 
 class RouteStats:
@@ -48,7 +47,7 @@ class Metrics(Collector):
     def __init__(self, now: Callable[[], float], *, label_values_max: int = 20) -> None:
         self.now = now
         self._label_values_max = label_values_max
-        self._describe: Describe | None = None
+        self._usages: Usages | None = None
         self._gauges: Callable[[], Mapping[str, float]] = dict
         self._routes: dict[tuple[str, str], RouteStats] = {}
         self.in_flight = 0
@@ -182,11 +181,11 @@ class Metrics(Collector):
 
     # ------------------------------------------------------------ asked by Prometheus
 
-    def watch_usage(self, describe: Describe) -> None:
-        """Where usage comes from at a scrape: `describe(kind)` gives the registered things with their
-        `usage`.
+    def watch_usage(self, usages: Usages) -> None:
+        """Where usage comes from at a scrape: `usages(kind)` gives id and (bytes, blocks, deleting bytes,
+        deleting blocks) of each registered thing.
         """
-        self._describe = describe
+        self._usages = usages
 
     def watch_gauges(self, gauges: Callable[[], Mapping[str, float]]) -> None:
         """What else is told at a scrape: names without the prefix, and their values then."""
@@ -252,7 +251,7 @@ class Metrics(Collector):
             yield GaugeMetricFamily(PREFIX + name, f"The shard's {name} now", value=value)
 
     def _usage(self) -> Iterator[Metric]:
-        if self._describe is None:
+        if self._usages is None:
             return
         labels = ["level", "id"]
         families = [
@@ -263,13 +262,8 @@ class Metrics(Collector):
         ]
         registered = GaugeMetricFamily(PREFIX + "registered", "Registered things", labels=["level"])
         for level, kind in USAGE_LEVELS.items():
-            views = list(self._describe(kind))
-            registered.add_metric([level], len(views))
-            rows = [
-                (str(view.id), (usage.bytes, usage.blocks, usage.deleting_bytes, usage.deleting_blocks))
-                for view in views
-                if (usage := getattr(view, "usage", None)) is not None
-            ]
+            rows = list(self._usages(kind))
+            registered.add_metric([level], len(rows))
             for id, numbers in largest(rows, self._label_values_max):
                 for family, number in zip(families, numbers, strict=True):
                     family.add_metric([level, id], number)

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from time import perf_counter, thread_time
+from typing import Never
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -133,7 +134,7 @@ class Broken(Metrics):
     """Telemetry in which everything that may go wrong does, at a scrape."""
 
     def watch_usage(self, describe: object) -> None:
-        def fail(kind: str) -> list[object]:
+        def fail(kind: str) -> Never:
             raise RuntimeError(f"no {kind} today")
 
         super().watch_usage(fail)

@@ -57,7 +57,10 @@ class FakeShard:
         await asyncio.sleep(wait_ms / 1000)
         return replies.Tasks([])
 
-    def describe(self, kind: str) -> list[Any]:
+    def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Any]:
+        return []
+
+    def usages(self, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
         return []
 
     def describe_one(self, kind: str, id: str) -> Any:

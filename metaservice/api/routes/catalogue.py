@@ -114,9 +114,7 @@ def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str
     async def read_all(request: Request, page_size: PageSize = 100, page_token: PageToken = "") -> Response:
         after = _after(page_token)
         size = min(page_size, settings.page_size_max)
-        views = sorted(
-            (view for view in shard.describe(kind) if view.id > after), key=lambda view: str(view.id)
-        )
+        views = shard.describe(kind, after, size + 1)
         page = views[:size]
         token = urlsafe_b64encode(page[-1].id.encode()).decode().rstrip("=") if len(views) > size else ""
         return respond(request, {"items": page, "next_page_token": token})
