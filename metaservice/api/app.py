@@ -45,7 +45,7 @@ class App:
         self._unmatched = metrics.route("any", "unmatched")
         self._probes = {path: metrics.route("GET", path) for path in _PROBES}
         metrics.watch_usage(lambda kind: shard.usages(kind) if shard.ready else ())
-        metrics.watch_gauges(lambda: _gauges(shard))
+        metrics.watch_gauges(shard.gauges)
 
     # ------------------------------------------------------------ requests
 
@@ -234,14 +234,6 @@ def read_headers(request: HttpRequest) -> None:
             setattr(request, attribute, value)
         elif name in (b"content-length", b"transfer-encoding"):
             request.sized = True
-
-
-def _gauges(shard: ShardPort) -> dict[str, float]:
-    return {
-        "ready": float(shard.ready),
-        "epoch": float(shard.epoch if shard.ready else 0),
-        "durable_seq": float(shard.durable_seq),
-    }
 
 
 def too_large(settings: ApiSettings) -> str:

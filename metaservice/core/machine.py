@@ -193,6 +193,16 @@ class Machine:
         """Use of all tenants, groups, instances or storages, in numbers (see `views.usages`)."""
         return views.usages(self.state, kind)
 
+    def gauges(self) -> dict[str, float]:
+        """How much there is of what comes and goes."""
+        memory = self.memory
+        return {
+            "sessions_open": len(self.state.sessions),
+            "leases_held": len(memory.leases),
+            "locations_deleting": self.state.index.deleting_count,
+            "deletions_overdue_bytes": sum(memory.deletions.overdue_bytes.values()),
+        }
+
     def describe_one(self, kind: str, id: str, now_ms: int) -> Struct | None:
         """View of one registered thing."""
         return views.describe_one(self.state, self.memory, kind, id, now_ms)

@@ -286,6 +286,19 @@ class Shard:
         storages."""
         return self.machine.usages(kind)
 
+    def gauges(self) -> dict[str, float]:
+        """Numbers of now, for a scrape; also while it may not serve."""
+        sequencer = self._sequencer
+        if sequencer is None or not self.ready:
+            return {"ready": 0, "epoch": 0, "durable_seq": self.durable_seq, "writes_refused": 1}
+        return {
+            "ready": 1,
+            "epoch": sequencer.machine.state.epoch,
+            "durable_seq": sequencer.durable_seq,
+            "writes_refused": float(bool(sequencer.stuck)),
+            **sequencer.machine.gauges(),
+        }
+
     def describe_one(self, kind: str, id: str) -> Struct | None:
         """View of one registered thing."""
         return self.machine.describe_one(kind, id, self._clock.now_ms())

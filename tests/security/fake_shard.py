@@ -60,6 +60,9 @@ class FakeShard:
     def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Any]:
         return []
 
+    def gauges(self) -> dict[str, float]:
+        return {}
+
     def usages(self, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
         return []
 
