@@ -5,6 +5,7 @@ A call object keeps its arguments. `request` gives what to send, `answer` turns 
 result.
 """
 
+from abc import ABC, abstractmethod
 from itertools import count
 from secrets import token_hex
 from typing import Generic, Protocol, TypeVar
@@ -78,7 +79,7 @@ class Sending(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Call(Generic[T]):
+class Call(ABC, Generic[T]):
     """One call. `writes`: needs the journal. `repeatable`: may be sent again when a kept connection
     turns out dead."""
 
@@ -89,18 +90,18 @@ class Call(Generic[T]):
     wait_ms = 0
     """How long the service may take on purpose (long poll), besides the deadline."""
 
+    @abstractmethod
     def request(self, who: Who) -> Sending:
         """What to send. Raises CallFailed when it cannot be sent; TypeError and the like for impossible
         arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, body: bytes, sent_ms: int) -> T:
         """The result from the body of a good reply. `sent_ms`: the clock before the call was sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failed(self, failure: str, detail: str) -> T:
         """The safe result."""
-        raise NotImplementedError
 
     def nothing(self) -> T | None:
         """The result when there is nothing to ask, so that nothing is sent."""

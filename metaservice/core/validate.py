@@ -7,7 +7,7 @@ from .ids import KEY_LENGTH_MAX, KEY_LENGTH_MIN
 from .index import Table
 from .model import Fingerprint, GroupKind, Limits
 from .rejections import Rejection
-from .state import Instance, Member, State
+from .state import Ended, Instance, Member, Session, State
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
@@ -67,17 +67,22 @@ def find_member(state: State, kind: str, id: str, incarnation: str) -> Member | 
     return check_caller(state, kind, id, incarnation) or state.members(kind)[id]
 
 
-def check_owner(
-    session_engine: str, session_incarnation: str, engine: str, incarnation: str
-) -> Rejection | None:
-    """Whether the caller is the one who opened the session."""
-    if session_engine != engine:
+def owned_session(state: State, number: int, engine: str, incarnation: str) -> Session | Ended | Rejection:
+    """The caller's session, open or as far as it is remembered."""
+    session: Session | Ended | None = state.sessions.get(number) or state.ended.get(number)
+    if session is None:
+        if 0 < number < state.session_next:
+            return Rejection(
+                "session_ended", "the write session is over, and its outcome is no longer kept", "session"
+            )
+        return Rejection("session_unknown", "no such write session", "session")
+    if session.engine != engine:
         return Rejection("foreign_session", "the write session belongs to another engine", "engine")
-    if session_incarnation != incarnation:
+    if session.incarnation != incarnation:
         return Rejection(
             "reregister", "the write session belongs to another incarnation of this engine", "incarnation"
         )
-    return None
+    return session
 
 
 def ttl_of(asked_ms: int, limits: Limits) -> int | Rejection:
@@ -132,12 +137,3 @@ def check_fingerprint(fingerprint: Fingerprint, limits: Limits) -> Rejection | N
         if not 1 <= part.bytes <= 1 << 40:
             return bad("expected 1..2^40 bytes", f"parts[{row}].bytes")
     return None
-
-
-def ended_session(state: State, session: int) -> Rejection:
-    """Why there is no such open session."""
-    if 0 < session < state.session_next:
-        return Rejection(
-            "session_ended", "the write session is over, and its outcome is no longer kept", "session"
-        )
-    return Rejection("session_unknown", "no such write session", "session")

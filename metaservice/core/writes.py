@@ -19,11 +19,10 @@ from .state import Ended, Instance, Session, State
 from .validate import (
     check_caller,
     check_keys,
-    check_owner,
     check_sizes,
-    ended_session,
     find_instance,
     find_table,
+    owned_session,
     ttl_of,
 )  # fmt: skip
 
@@ -262,22 +261,17 @@ def started_reply(state: State, event: WriteStarted) -> Started:
 
 def finish(state: State, memory: Memory, command: Finish, now_ms: int) -> Decision:
     """Take the outcome of parts; a block serves when its last part is in."""
-    session = state.sessions.get(command.session)
-    owner: Session | Ended | None = session or state.ended.get(command.session)
-    if owner is None:
-        return ended_session(state, command.session), []
-    refused = check_owner(owner.engine, owner.incarnation, command.engine, command.incarnation)
-    if refused is not None:
-        return refused, []
+    session = owned_session(state, command.session, command.engine, command.incarnation)
+    if isinstance(session, Rejection):
+        return session, []
     if command.request_id:
         event = state.remembered.get((command.engine, command.request_id))
         if event is not None:
             return (
                 finished_reply(event) if isinstance(event, WriteFinished) else _reused(command.request_id)
             ), []
-    if session is None:
-        assert isinstance(owner, Ended)
-        return _finish_ended(state, owner, command), []
+    if isinstance(session, Ended):
+        return _finish_ended(state, session, command), []
     return _finish_open(state, memory, session, command, now_ms)
 
 
@@ -439,16 +433,11 @@ def _finish_rows(
 
 def renew_write(state: State, memory: Memory, command: RenewWrite, now_ms: int) -> Decision:
     """Prolong a session (never shorten it)."""
-    session = state.sessions.get(command.session)
-    owner: Session | Ended | None = session or state.ended.get(command.session)
-    if owner is None:
-        return ended_session(state, command.session), []
-    refused = check_owner(owner.engine, owner.incarnation, command.engine, command.incarnation)
-    if refused is not None:
-        return refused, []
-    if session is None:
-        assert isinstance(owner, Ended)
-        return _over(owner), []
+    session = owned_session(state, command.session, command.engine, command.incarnation)
+    if isinstance(session, Rejection):
+        return session, []
+    if isinstance(session, Ended):
+        return _over(session), []
     ttl_ms = session.ttl_ms if not command.ttl_ms else ttl_of(command.ttl_ms, memory.limits)
     if isinstance(ttl_ms, Rejection):
         return ttl_ms, []
@@ -469,18 +458,13 @@ def _over(ended: Ended) -> Rejection:
 
 def abort(state: State, memory: Memory, command: Abort, now_ms: int) -> Decision:
     """Free what is still being written; what serves already stays."""
-    session = state.sessions.get(command.session)
-    owner: Session | Ended | None = session or state.ended.get(command.session)
-    if owner is None:
-        return ended_session(state, command.session), []
-    refused = check_owner(owner.engine, owner.incarnation, command.engine, command.incarnation)
-    if refused is not None:
-        return refused, []
-    if session is None:
-        assert isinstance(owner, Ended)
-        if owner.state == SessionState.expired:
-            return _over(owner), []
-        return Aborted(owner.freed), []
+    session = owned_session(state, command.session, command.engine, command.incarnation)
+    if isinstance(session, Rejection):
+        return session, []
+    if isinstance(session, Ended):
+        if session.state == SessionState.expired:
+            return _over(session), []
+        return Aborted(session.freed), []
     event = session_end(session, memory, False, command.request_id, now_ms)
     return Aborted(event.freed), [event]
 

@@ -4,6 +4,7 @@ import hashlib
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -89,7 +90,7 @@ def chain_of(name: str, count: int) -> list[bytes]:
     return keys
 
 
-class Actor(threading.Thread):
+class Actor(threading.Thread, ABC):
     """A thread that acts until told to stop; a fault of its own is a problem of the run."""
 
     def __init__(self, name: str, url: str, ledger: Ledger) -> None:
@@ -117,9 +118,9 @@ class Actor(threading.Thread):
     def begin(self) -> None:
         """Register."""
 
+    @abstractmethod
     def act(self) -> None:
         """One thing it does."""
-        raise NotImplementedError
 
     def stop(self) -> None:
         """Stop after what it does now; a problem when that does not end."""
