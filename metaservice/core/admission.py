@@ -153,7 +153,8 @@ def _place(
 
 def tables_of(state: State, usage: Usage) -> Iterator[Table]:
     """The tables whose blocks count in a usage and may be evicted (their group's policy allows it)."""
-    for instance in state.instances.values():
+    one = usage.scope is SwitchScope.instance
+    for instance in (state.instances[usage.id],) if one else state.instances.values():
         group = instance.group
         if group.eviction is EvictionPolicy.lru and _counts_in(instance, group, usage, state):
             yield from instance.tables.values()

@@ -9,7 +9,7 @@ Each table has a heap of `used_ms << 32 | slot`. Entries are checked when they c
 or moved. The heap is leader memory; what was chosen is an event.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from .index import SERVING, BlockIndex, Table
@@ -49,25 +49,52 @@ class Plan:
         self._fewer: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._gone: set[int] = set()
+        self._scope: Sequence[Table] | None = None
+        self._storage: int | None = None
+        self._places: dict[int, int] = {}
+        self._heads: list[tuple[int, int]] = []
         self.victims: list[int] = []
 
-    def pick(self, tables: Iterable[Table], storage: int | None = None) -> int | None:
-        """The least recently used candidate among the tables (and in the storage, when given); None: there is
-        none."""
-        best: Table | None = None
-        best_entry = 0
-        for table in tables:
-            entry = self._top(table, storage)
-            if entry is not None and (best is None or entry < best_entry):
-                best, best_entry = table, entry
-        if best is None:
+    def pick(self, tables: Sequence[Table], storage: int | None = None) -> int | None:
+        """The least recently used candidate among the tables (and in the storage, if given), None without any.
+
+        Picking on from the same tables costs the logarithm of their number.
+        """
+        if self._scope is not tables or self._storage != storage:
+            self._look_at(tables, storage)
+        heads = self._heads
+        while heads:
+            entry, at = heads[0]
+            current = self._top(tables[at], storage)
+            if current == entry:
+                break
+            if current is None:
+                heappop(heads)
+            else:
+                heapreplace(heads, (current, at))
+        else:
             return None
-        heappop(best.heap)
-        slot = best_entry & _SLOT_MASK
+        table = tables[at]
+        heappop(table.heap)
+        slot = entry & _SLOT_MASK
         self.victims.append(slot)
         self._gone.add(slot)
-        self._pass_on(best, slot, best_entry >> _SLOT_BITS)
+        self._pass_on(table, slot, entry >> _SLOT_BITS)
+        for changed in {table, table.dependency}:
+            place = self._places.get(changed.number)
+            top = self._top(changed, storage) if place is not None else None
+            if place is not None and top is not None:
+                heappush(heads, (top, place))
         return slot
+
+    def _look_at(self, tables: Sequence[Table], storage: int | None) -> None:
+        """Make the heap of the tables' best candidates: (entry, row of its table)."""
+        self._scope, self._storage = tables, storage
+        self._places = {table.number: row for row, table in enumerate(tables)}
+        self._heads = [
+            (top, row) for row, table in enumerate(tables) if (top := self._top(table, storage)) is not None
+        ]
+        heapify(self._heads)
 
     def close(self) -> None:
         """Put candidates back that were looked at but may not go now. Call when no more is picked, and before
@@ -75,6 +102,7 @@ class Plan:
         for table, entry in self._aside:
             heappush(table.heap, entry)
         self._aside.clear()
+        self._scope = None
 
     def _top(self, table: Table, storage: int | None) -> int | None:
         index, heap = self._index, table.heap
