@@ -56,7 +56,7 @@ class Plan:
         self.victims: list[int] = []
 
     def pick(self, tables: Sequence[Table], storage: int | None = None) -> int | None:
-        """The least recently used candidate among the tables (and in the storage, if given), None without any.
+        """The least recently used candidate among the tables (and in the storage, if given); or None.
 
         Picking on from the same tables costs the logarithm of their number.
         """
