@@ -1,9 +1,9 @@
 """Which blocks go when room is needed: least recently used, leaf first.
 
 A block is a candidate when it serves (durably), nothing depends on it, nobody leases it and the request in
-hand does not need it. A lookup touches only the deepest block it returns; when a block goes, its recency
-passes to the block it depended on. So the recency of a block at the moment when it becomes a leaf is the
-newest touch of its whole subtree: exact leaf-first LRU for one store a lookup.
+hand does not need it. A lookup touches the blocks it returns; when a block goes, its recency passes to the
+block it depended on, so that a prefix that callers hold themselves, and that lookups therefore do not name,
+is as recent as what hangs on it.
 
 Each table has a heap of `used_ms << 32 | slot`. Entries are checked when they come up: stale ones are dropped
 or moved. The heap is leader memory; what was chosen is an event.

@@ -267,15 +267,11 @@ def _touch_and_lease(
         slots = array("I", range(*span))
     else:
         slots = array("I", [location - base for location in located.locations])
-    if table.primary and command.mode != "each":
-        memory.touch(slots[-1], now_ms)  # and so the prefix above it
-    else:
-        for slot in slots:
-            memory.touch(slot, now_ms)
+    memory.touch(slots, span, now_ms, chain=table.primary and command.mode != "each")
     generations = located.generations
     if reply.state is not None:
         at = reply.state.locations[0] - base
-        memory.touch(at, now_ms)
+        memory.touch(array("I", (at,)), None, now_ms, chain=False)
         slots.append(at)
         span = None
         generations = generations + reply.state.generations

@@ -44,11 +44,16 @@ class Memory:
         if len(self.unjournaled) > REMEMBERED_REQUESTS:
             del self.unjournaled[next(iter(self.unjournaled))]
 
-    def touch(self, slot: int, now_ms: int) -> None:
-        """The block in this slot (and so the prefix above it) was used."""
+    def touch(self, slots: "array[int]", span: tuple[int, int] | None, now_ms: int, chain: bool) -> None:
+        """The blocks in these slots were used. `span`: (first, end) when they are one run. Of a `chain` only
+        the deepest block goes into the next hot summary: what it needs is as hot."""
         used = self.state.index.used_ms
-        if used[slot] < now_ms:
-            used[slot] = now_ms
+        if span is not None:
+            used[slice(*span)] = array("Q", (now_ms,)) * len(slots)
+        else:
+            for slot in slots:
+                used[slot] = now_ms
+        for slot in slots[-1:] if chain else slots:
             if len(self.touched) < self.limits.hot_summary_max:
                 self.touched[slot] = now_ms
 

@@ -201,3 +201,20 @@ def test_late_failure_of_an_earlier_holder_gives_the_work_to_nobody_else() -> No
     assert fleet.take() == [], "another worker is about it"
     fleet.tick(LIMITS.task_ttl_ms)
     assert len(fleet.delete()) == 1
+
+
+def test_a_removed_block_in_the_middle_takes_no_recency_with_it() -> None:
+    """What a lookup returned stays as recent as the lookup, whatever becomes of the blocks below it."""
+    fleet = Fleet(LIMITS, quota=Quota(blocks=4), **ALL)
+    hot = chain(3, "hot")
+    fleet.put(hot)
+    fleet.now_ms += 10
+    fleet.put([key("cold")])
+    fleet.now_ms += 10
+    assert fleet.lookup(hot).hits == 3
+    fleet.remove(hot[1:2])
+    fleet.now_ms += 10
+    fleet.put([key("new")])
+    assert outcomes(fleet.start([key("newer")])) == ["write"]
+    found = fleet.lookup([hot[0], hot[2], key("cold")], mode="each").hit
+    assert found == bytes([1, 1, 0]), "the cold one goes first"
