@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from . import events as ev
 from .admission import watermarks
 from .eviction import offer
+from .ids import caller_name
 from .index import Table, packed_slots, split, unpacked_slots
 from .memory import Memory
 from .model import (
@@ -253,7 +254,8 @@ def _write_started(state: State, memory: Memory, event: ev.WriteStarted) -> None
     for number in set(storages):
         _count_storage(state, memory, state.storage_of[number], table, storages.count(number))
     if event.request_id:
-        _remember(state, event.engine, event.request_id, replace(event, keys=b"", parents=None))
+        caller = caller_name(event.engine, event.incarnation)
+        _remember(state, caller, event.request_id, replace(event, keys=b"", parents=None))
 
 
 def _write_finished(state: State, memory: Memory, event: ev.WriteFinished) -> None:
@@ -285,7 +287,8 @@ def _write_finished(state: State, memory: Memory, event: ev.WriteFinished) -> No
     if freed:
         _retire(state, memory, freed, event.not_before_ms)
     if event.request_id:
-        _remember(state, session.engine, event.request_id, replace(event, checksums=b"", masks=b""))
+        caller = caller_name(session.engine, session.incarnation)
+        _remember(state, caller, event.request_id, replace(event, checksums=b"", masks=b""))
     if not session.open:
         _end(state, session, SessionState.finished, 0)
 
@@ -341,7 +344,7 @@ def _blocks_removed(state: State, memory: Memory, event: ev.BlocksRemoved) -> No
         session.open -= len(lost)
         if not session.open:
             _end(state, session, SessionState.finished, 0)
-    if event.request_id:
+    if event.client and event.request_id:
         _remember(state, event.client, event.request_id, event)
 
 

@@ -21,9 +21,9 @@ def remove(state: State, memory: Memory, command: Remove, now_ms: int) -> Decisi
     instance = find_instance(state, command.instance)
     if isinstance(instance, Rejection):
         return instance, []
-    if command.request_id:
+    if command.client and command.request_id:
         event = state.remembered.get((command.client, command.request_id))
-        if isinstance(event, BlocksRemoved):
+        if isinstance(event, BlocksRemoved) and len(event.outcomes) == len(command.keys):
             return removed_reply(event), []
         if event is not None:
             return Rejection("invalid_field", "the request id was used for another call", "request_id"), []
@@ -82,7 +82,7 @@ def confirm_task(state: State, memory: Memory, command: ConfirmTask, now_ms: int
     task = memory.deletions.find(command.task)
     if task is None:
         return Rejection("task_unknown", "no such task (any more): take tasks again", "task"), []
-    if command.worker not in task.workers:
+    if command.worker != task.worker:
         return Rejection("foreign_task", "the task is held by another worker", "task"), []
     if command.ok is not None and len(command.ok) != len(task.slots):
         return Rejection("column_length", f"{len(command.ok)} rows for {len(task.slots)} locations", "ok"), []

@@ -20,7 +20,7 @@ from .state import State
 class Handed:
     """A task in a worker's hands, or one that was: `open` until confirmed or out of time."""
 
-    __slots__ = ("answer", "deadline_ms", "generations", "name", "slots", "storage", "workers")
+    __slots__ = ("answer", "deadline_ms", "generations", "name", "slots", "storage", "worker")
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Handed:
         deadline_ms: int,
     ) -> None:
         self.name = name
-        self.workers = {worker}
+        self.worker = worker
         self.storage = storage
         self.slots = slots
         self.generations = generations
@@ -73,10 +73,6 @@ class Deletions:
         waiting = [slot for slot in slots if slot in self._leased]
         self._leased.difference_update(waiting)
         self.queue(waiting, 0)
-
-    def ready(self, storages: Iterable[int], now_ms: int) -> bool:
-        """Whether a worker of these storages would get work now (or must look)."""
-        return any((queue := self._queue.get(number)) and queue[0][0] <= now_ms for number in storages)
 
     def take(self, state: State, worker: str, storages: list[int], limit: int, now_ms: int) -> list[Task]:
         """Hand out up to `limit` locations in tasks of one table and storage each."""

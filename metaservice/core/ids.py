@@ -44,6 +44,12 @@ def task_name(shard: int, epoch: int, number: int) -> str:
     return f"t-{shard}-{epoch}-{number}"
 
 
+def caller_name(engine: str, incarnation: str) -> str:
+    """Whose request ids these are: one life of an engine. The next life may count its requests from 1
+    again."""
+    return f"{engine}/{incarnation}"  # no name has a slash
+
+
 def parse_name(name: str, kind: str, fields: int) -> tuple[int, ...] | None:
     """The numbers of an id of the given kind (`w`, `r`, `t`), or None when it is not one."""
     head, *rest = name.split("-")

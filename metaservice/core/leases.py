@@ -64,7 +64,6 @@ class Leases:
         self._ended: OrderedDict[str, tuple[LeaseOutcome, array[int], array[int]]] = OrderedDict()
         self.unpinned: list[int] = []
         """Deleting slots whose last lease ended: `deletions` collects them."""
-        self.granted = 0
         self.expired = 0
 
     def __len__(self) -> int:
@@ -100,7 +99,6 @@ class Leases:
         if request is not None:
             self._by_request[request] = lease
         heappush(self._deadlines, (deadline_ms, name))
-        self.granted += 1
         return name
 
     def foreign(self, name: str, slots: Sequence[int]) -> int | None:

@@ -6,9 +6,10 @@ A false miss costs a recomputation, a false hit is wrong output: whatever is not
 
 from array import array
 from collections.abc import Sequence
+from itertools import compress
 
 from .commands import Lookup
-from .ids import location_base
+from .ids import caller_name, location_base
 from .index import Table
 from .memory import Memory
 from .model import GroupKind, SwitchMode, SwitchScope
@@ -35,8 +36,12 @@ def lookup(state: State, memory: Memory, command: Lookup, now_ms: int) -> Looked
     table = _table_for(instance, command)
     if isinstance(table, Rejection):
         return table
-    request = (command.engine, command.request_id) if command.request_id and command.lease_ms else None
+    request = None
+    if command.engine and command.request_id and command.lease_ms:
+        request = (caller_name(command.engine, command.incarnation), command.request_id)
     if request is not None and (first := memory.leases.of_request(request)) is not None:
+        if not _answers(state, table, command, first):
+            return Rejection("invalid_field", "the request id was used for another lookup", "request_id")
         assert first.lease is not None
         memory.leases.renew(first.lease, now_ms + first.lease_ms, None)
         return first
@@ -58,6 +63,22 @@ def lookup(state: State, memory: Memory, command: Lookup, now_ms: int) -> Looked
     if reply.hits and reply.located is not None:
         _touch_and_lease(state, memory, command, reply, table, request, now_ms)
     return reply
+
+
+def _answers(state: State, table: Table, command: Lookup, first: Looked) -> bool:
+    """Whether the first answer to a request id is one to these keys: a reused id must not lead to other
+    blocks. The leased slots still have their keys, whatever became of the blocks."""
+    if (first.mode, first.asked) != (command.mode, len(command.keys)) or first.located is None:
+        return False
+    index, base = state.index, location_base(state.shard)
+    slots = [location - base for location in first.located.locations]
+    asked = (
+        list(compress(command.keys, first.hit))
+        if command.mode == "each"
+        else command.keys[first.start : first.start + first.hits]
+    )
+    here = all(index.table[slot] == table.number for slot in slots)
+    return here and asked == [index.key[slot] for slot in slots]
 
 
 def _check(memory: Memory, instance: Instance, command: Lookup) -> Rejection | None:

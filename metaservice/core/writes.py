@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .admission import Admission, admit
 from .commands import Abort, Finish, RenewWrite, StartWrite
 from .events import BlocksRemoved, Event, SessionEnded, SessionRenewed, WriteFinished, WriteStarted
-from .ids import NONE, SLOT_MASK, location_base, shard_of
+from .ids import NONE, SLOT_MASK, caller_name, location_base, shard_of
 from .index import SERVING, Table, packed_slots
 from .memory import Memory
 from .model import SessionState, SwitchMode
@@ -72,14 +72,27 @@ def start_write(state: State, memory: Memory, command: StartWrite, now_ms: int) 
 
 
 def _first_start(state: State, memory: Memory, command: StartWrite) -> Started | Rejection | None:
-    """The first answer to a retried request."""
-    request = (command.engine, command.request_id)
+    """The first answer to a retried request; a Rejection when it was one to other keys."""
+    request = _request_of(command)
     event = state.remembered.get(request)
     if event is None:
-        return memory.unjournaled.get(request)
-    if not isinstance(event, WriteStarted):
+        first = memory.unjournaled.get(request)
+        return _reused(command.request_id) if first and len(first.outcomes) != len(command.keys) else first
+    if not isinstance(event, WriteStarted) or len(event.outcomes) != len(command.keys):
         return _reused(command.request_id)
-    return started_reply(state, event)
+    reply = started_reply(state, event)
+    index, base = state.index, location_base(state.shard)
+    for key, location, generation in zip(command.keys, reply.locations, reply.generations, strict=True):
+        slot = location - base
+        # a place that was used again since no longer tells its first key
+        if generation and index.generation[slot] == generation and index.key[slot] not in (key, b""):
+            return _reused(command.request_id)
+    return reply
+
+
+def _request_of(command: StartWrite | Finish) -> tuple[str, str]:
+    """What a retry is recognised by."""
+    return caller_name(command.engine, command.incarnation), command.request_id
 
 
 def _reused(request_id: str) -> Rejection:
@@ -95,7 +108,7 @@ def _all_refused(memory: Memory, command: StartWrite, table: Table, ttl_ms: int,
         array("I", bytes(4 * count)), switch,
     )  # fmt: skip
     if command.request_id:
-        memory.remember_unjournaled((command.engine, command.request_id), reply)
+        memory.remember_unjournaled(_request_of(command), reply)
     return reply
 
 
@@ -156,7 +169,7 @@ def _decide_rows(
     if admission.count:
         events.append(event)
     elif command.request_id:
-        memory.remember_unjournaled((command.engine, command.request_id), reply)
+        memory.remember_unjournaled(_request_of(command), reply)
     return reply, events
 
 
@@ -265,11 +278,11 @@ def finish(state: State, memory: Memory, command: Finish, now_ms: int) -> Decisi
     if isinstance(session, Rejection):
         return session, []
     if command.request_id:
-        event = state.remembered.get((command.engine, command.request_id))
+        event = state.remembered.get(_request_of(command))
         if event is not None:
-            return (
-                finished_reply(event) if isinstance(event, WriteFinished) else _reused(command.request_id)
-            ), []
+            if isinstance(event, WriteFinished) and event.session == command.session:
+                return finished_reply(event), []
+            return _reused(command.request_id), []
     if isinstance(session, Ended):
         return _finish_ended(state, session, command), []
     return _finish_open(state, memory, session, command, now_ms)

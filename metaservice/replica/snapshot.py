@@ -5,14 +5,11 @@ snapshot is proved by an independent replay (the way a follower will do it).
 """
 
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 
 from metaservice.journal.port import JournalSize
 from metaservice.journal.snapshots import SnapshotStore
-
-log = logging.getLogger(__name__)
 
 
 class SnapshotKeeper:

@@ -36,7 +36,7 @@ class Reads(Facts):
         if command.mode == "state" and row.first(GroupKind.state) is None:
             raise Refuse("mode_not_applicable")
         assert isinstance(reply, Looked), reply
-        asked = (command.engine, command.request_id)
+        asked = (f"{command.engine}/{command.incarnation}", command.request_id)
         if command.request_id and asked in self.memory.asked:
             first = self.memory.asked[asked]
             lease = self.memory.leases.get(first.lease)
@@ -73,7 +73,7 @@ class Reads(Facts):
         rows = {location: (self.state.copies[location].generation, until) for location in named}
         self.memory.leases[reply.lease] = Lease(rows)
         if command.request_id:
-            self.memory.asked[(command.engine, command.request_id)] = reply
+            self.memory.asked[(f"{command.engine}/{command.incarnation}", command.request_id)] = reply
 
     def same_lease(self, first: Looked, reply: Looked) -> None:
         """A repeat names the same lease and the same blocks, and counts from now on."""

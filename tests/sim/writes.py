@@ -33,7 +33,7 @@ class Writes(Choices):
     def on_start_write(self, command: StartWrite, now_ms: int, reply: object) -> None:
         """One answer a requested key."""
         self.member("engine", command.engine, command.incarnation)
-        remembered = (command.engine, command.request_id)
+        remembered = (f"{command.engine}/{command.incarnation}", command.request_id)
         first = self.state.answers.get(remembered) or self.memory.answers.get(remembered)
         if command.request_id and first is not None:
             self.agree("first answer", first, reply)
@@ -251,7 +251,7 @@ class Writes(Choices):
     def on_finish(self, command: Finish, now_ms: int, reply: object) -> None:
         """What became of each named location."""
         session = self.session(command.session, command.engine, command.incarnation)
-        remembered = (command.engine, command.request_id)
+        remembered = (f"{command.engine}/{command.incarnation}", command.request_id)
         if command.request_id and remembered in self.state.answers:
             self.agree("first answer", self.state.answers[remembered], reply)
             return

@@ -8,10 +8,13 @@ import pytest
 from metaservice.core.commands import (
     ConfirmTask,
     DeleteInstance,
+    Lookup,
     PutGroup,
     PutInstance,
     PutStorage,
+    RegisterEngine,
     RegisterWorker,
+    Remove,
     RenewLeases,
     StartWrite,
     TakeTasks,
@@ -218,3 +221,40 @@ def test_a_removed_block_in_the_middle_takes_no_recency_with_it() -> None:
     assert outcomes(fleet.start([key("newer")])) == ["write"]
     found = fleet.lookup([hot[0], hot[2], key("cold")], mode="each").hit
     assert found == bytes([1, 1, 0]), "the cold one goes first"
+
+
+def test_the_next_life_of_an_engine_may_count_its_requests_from_one_again() -> None:
+    fleet = Fleet(LIMITS)
+    before = fleet.start([key("old")], request_id="1")
+    fleet.done(RegisterEngine(engine="e1", incarnation="2"))
+    after = fleet.start([key("new")], incarnation="2", request_id="1")
+    assert after.session is not None and after.session != before.session
+    command = fleet.finishing(after, incarnation="2", request_id="2")
+    assert statuses(fleet.done(command)) == ["serving"]
+    assert fleet.lookup([key("new")]).hits == 1
+
+
+def test_a_request_id_that_is_used_again_never_leads_to_other_blocks() -> None:
+    fleet = Fleet(LIMITS)
+    fleet.put([key("a")], request_id="w")
+    fleet.put([key("b")])
+    named = {"engine": "e1", "incarnation": "1", "request_id": "r", "lease_ms": 1_000}
+    first = fleet.lookup([key("a")], **named)
+    assert fleet.lookup([key("a")], **named) == first
+    for keys, more in (([key("b")], {}), ([key("a"), key("b")], {}), ([key("a")], {"mode": "each"})):
+        command = Lookup(instance="i", keys=keys, **{**named, **more})  # type: ignore[arg-type]
+        refused = fleet.machine.read(command, fleet.now_ms)
+        assert isinstance(refused, Rejection) and refused.field == "request_id"
+    for keys in ([key("c")], [key("a"), key("c")]):
+        again = StartWrite(instance="i", engine="e1", incarnation="1", keys=keys, request_id="w")
+        assert fleet.refused(again) == "invalid_field"
+
+
+def test_request_ids_of_callers_without_a_name_are_not_remembered() -> None:
+    fleet = Fleet(LIMITS)
+    fleet.put(chain(2))
+    assert fleet.lookup(chain(1), request_id="1", lease_ms=1_000).hits == 1
+    assert fleet.lookup(chain(2), request_id="1", lease_ms=1_000).hits == 2
+    for number, one in enumerate(chain(2)):
+        fleet.done(Remove(instance="i", keys=[one], request_id="1"))
+        assert fleet.block(one) is None, f"remove {number} was taken for a retry"
