@@ -6,7 +6,7 @@ No rule lives here.
 from typing import Protocol
 
 from metaservice.core import commands
-from metaservice.core.ids import parse_name
+from metaservice.core.ids import caller_name, parse_name
 from metaservice.core.model import Limits
 from metaservice.wire import schemas as wire
 from metaservice.wire.columns import ColumnError, flags_of, key_of, keys_of, numbers_of
@@ -144,7 +144,7 @@ def remove(instance: str, info: KeyRule, body: wire.RemoveRequest, limits: Limit
         keys=keys_of(body.keys, info.key_length, "keys", limits.keys_per_request_max),
         group=body.group,
         lease=body.lease or "",
-        client=body.engine or "",
+        client=caller_name(body.engine, body.incarnation) if body.engine and body.incarnation else "",
         request_id=body.request_id or "",
     )
 

@@ -316,7 +316,8 @@ class Remove(Call[RemoveResult]):
     def request(self, who: Who) -> Sending:
         self.request_id = self.request_id or who.request_id()
         body = RemoveRequest(keys=self.keys, group=self.group, lease=self.lease)
-        body.engine = who.id if who.kind == "engine" else None
+        if who.kind == "engine":
+            body.engine, body.incarnation = who.id, who.incarnation
         body.request_id = self.request_id
         return post(f"/v1/instances/{name(self.instance, 'instance')}/remove", body)
 

@@ -302,12 +302,14 @@ class LeaseReply(Reply, kw_only=True):
 
 
 class RemoveRequest(Request, kw_only=True):
-    """`POST /v1/instances/{id}/remove`. `lease`: the caller's own read lease, released in the same step."""
+    """`POST /v1/instances/{id}/remove`. `lease`: the caller's own read lease, released in the same step. A
+    `request_id` is remembered for a caller that names its `engine` and `incarnation`."""
 
     keys: Keys
     group: Name | None = None
     lease: Token | None = None
     engine: Name | None = None
+    incarnation: Token | None = None
     request_id: Token | None = None
 
 
