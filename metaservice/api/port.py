@@ -1,5 +1,8 @@
-"""What the API needs of a shard: reads answered inline, commands answered when they are durable, views for
-people.
+"""What the API needs of the replica behind it, and of each shard that the replica has: reads answered inline,
+commands answered when they are durable, views for people.
+
+Leadership is the replica's business. The API learns of it by `NotLeader` alone: a shard raises it when this
+replica does not lead it, and only when the call certainly had no effect, so that it may be passed on.
 """
 
 from typing import Any, Protocol
@@ -9,6 +12,9 @@ from msgspec import Struct
 from metaservice.core import commands, replies
 from metaservice.core.model import Fingerprint, Limits, Part
 from metaservice.core.rejections import Rejection
+
+CATALOGUE = 0
+"""The shard in which everything is registered, and heartbeats are counted."""
 
 
 class GroupInfo(Protocol):
@@ -41,31 +47,143 @@ class StorageView(Protocol):
 
 
 class ShardPort(Protocol):
-    """The shard behind this API. `read` and `submit` raise ShardUnavailable while it cannot serve."""
+    """One shard, led or followed here.
+
+    `read`, `submit` and `take_tasks` are for the leader: elsewhere they raise NotLeader when the call
+    certainly had no effect, and another ShardUnavailable when it may have had one or the shard cannot serve
+    now. Views and `look` answer from the state that this replica has, in every role, and raise
+    ShardUnavailable when it has none.
+    """
 
     @property
     def number(self) -> int: ...
     @property
-    def cluster(self) -> str: ...
+    def epoch(self) -> int:
+        """Of the state that it has now, 0 without one. Never raises."""
+        ...
+
     @property
-    def epoch(self) -> int: ...
+    def durable_seq(self) -> int:
+        """The journal position of that state: durable on the leader, applied on a follower. Never raises."""
+        ...
+
     @property
-    def durable_seq(self) -> int: ...
+    def staleness_ms(self) -> int:
+        """How old a view from here may be: 0 on the leader. Never raises."""
+        ...
+
     @property
-    def ready(self) -> bool: ...
+    def role(self) -> str:
+        """`follower`, `promoting`, `leader` or `demoting`."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it leads and may answer."""
+        ...
+
     @property
     def status(self) -> str: ...
     @property
     def reason(self) -> str: ...
-    @property
-    def limits(self) -> Limits: ...
     def read(self, command: commands.Command) -> Any: ...
     async def submit(self, command: commands.Command) -> Any: ...
     async def take_tasks(self, command: commands.TakeTasks, wait_ms: int) -> replies.Tasks | Rejection: ...
-    def instance(self, name: str) -> Any: ...
-    def storage(self, number: int) -> Any: ...
+    def look(self, command: commands.Lookup) -> Any:
+        """A lookup in durable state only: without lease and without a trace in anybody's recency."""
+        ...
+
+    def instance(self, name: str) -> Any:
+        """InstanceInfo, None when this state has none of the name."""
+        ...
+
+    def storage(self, number: int) -> Any:
+        """StorageView. LookupError: there is none of this number."""
+        ...
+
     def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Any]: ...
-    def gauges(self) -> dict[str, float]: ...
-    def usages(self, kind: str) -> "list[tuple[str, tuple[int, int, int, int]]]": ...
     def describe_one(self, kind: str, id: str) -> Struct | None: ...
+    def usages(self, kind: str) -> "list[tuple[str, tuple[int, int, int, int]]]": ...
+    def gauges(self) -> dict[str, float]:
+        """Numbers of now, for a scrape. Never raises."""
+        ...
+
     def block(self, instance: str, group: str | None, key: bytes) -> replies.BlockDetail | Rejection: ...
+
+
+class ReplicaPort(Protocol):
+    """The replica behind this API, with every shard of the cluster. Properties never raise."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def url(self) -> str:
+        """Where others reach this replica."""
+        ...
+
+    @property
+    def shards(self) -> int:
+        """How many there are, numbered from 0; it never changes."""
+        ...
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def cluster(self) -> str:
+        """The cluster's id, '' while it is not known."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be sent requests: everything is loaded, whoever leads."""
+        ...
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def reason(self) -> str:
+        """Why it is in that status, in a sentence."""
+        ...
+
+    def shard(self, number: int) -> ShardPort:
+        """The shard of that number (0 to shards - 1): the same object for the replica's whole life."""
+        ...
+
+    def home(self, instance: str) -> int | None:
+        """The shard of an instance by this replica's copy of the catalogue; None: no such instance there.
+        Never raises, asks nobody.
+        """
+        ...
+
+    def leads(self, number: int) -> bool: ...
+    def leader_url(self, number: int) -> str:
+        """Where the leader of a shard is, as far as known; '' when it is not."""
+        ...
+
+    async def await_leader(self, number: int, wait_ms: int) -> str:
+        """`leader_url` once it is known, '' when it is not within `wait_ms`. Raises ShardUnavailable when too
+        many wait.
+        """
+        ...
+
+    async def refresh(self) -> bool:
+        """Catch up with the catalogue's journal; whether anything was learned. Calls that come meanwhile
+        share one. Raises ShardUnavailable when the journal cannot be asked.
+        """
+        ...
+
+    async def handover(self, number: int, to: str = "") -> str:
+        """Give a shard that is led here to `to` ('': whom the replica chooses); the id of the successor.
+        Raises NotLeader, or ShardUnavailable when it cannot be given.
+        """
+        ...
+
+    async def settle(self, errands: bytes) -> bytes:
+        """What a data shard's leader has to tell the catalogue's (msgpack both ways). Raises NotLeader or
+        ShardUnavailable, and msgspec.MsgspecError or ValueError for bytes that are no errands.
+        """
+        ...
+
+    def cluster_status(self) -> dict[str, Any]:
+        """What GET /v1/cluster shows, as `wire.schemas.ClusterReply` describes it. Never raises."""
+        ...
