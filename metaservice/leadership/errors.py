@@ -27,7 +27,7 @@ class LeadershipRefused(LeadershipError):
 
 
 class ReplicaSuperseded(LeadershipError):
-    """Another process started later under this replica's name. This one is not renewed any more and must stop.
+    """Another process started later under this replica's name. This one is no longer renewed and must stop.
 
     If both went on, each would take the other's leadership for its own.
     """

@@ -1,12 +1,13 @@
 """What every elector promises.
 
-Leadership is a lease of `ttl_ms` that a replica renews. An elector never makes anything safe: the epoch in the
-journal fences writes, and a leader answers only while its own monotonic clock says that its lease is valid. What
-an elector adds is that, normally, only one replica tries.
+Leadership is a lease of `ttl_ms` that a replica renews. An elector never makes anything safe: the epoch in
+the journal fences writes, and a leader answers only while its own monotonic clock says that its lease is
+valid. What an elector adds is that, normally, only one replica tries.
 
-One object speaks for one *life* of a replica, one process from start to end. A process that was killed and comes
-back under the same name is another life, holds nothing of what the earlier one held, and has to wait for the
-earlier one's lease like anybody else: the earlier one may only be stopped, and still count on its lease.
+One object speaks for one *life* of a replica, one process from start to end. A process that was killed and
+comes back under the same name is another life, holds nothing of what the earlier one held, and has to wait
+for the earlier one's lease like anybody else: the earlier one may only be stopped, and still count on its
+lease.
 """
 
 from collections.abc import Mapping
@@ -71,10 +72,10 @@ class Leadership(Protocol):
     async def renew(self, report: Report) -> View:
         """Keeps this replica alive for another `ttl_ms`, and says what is so after that.
 
-        A lease that was lost meanwhile is made anew, without the shards that went with it. Where the view names
-        this replica as holder, that is valid until `ttl_ms` after the moment *before this call*, by a clock
-        that does not stop while the machine sleeps: counting from the reply would count on time that the
-        elector has not given.
+        A lease that was lost meanwhile is made anew, without the shards that went with it. Where the view
+        names this replica as holder, that is valid until `ttl_ms` after the moment *before this call*, by a
+        clock that does not stop while the machine sleeps: counting from the reply would count on time that
+        the elector has not given.
         """
         ...
 
@@ -85,9 +86,9 @@ class Leadership(Protocol):
     async def acquire(self, shard: int) -> bool:
         """Takes the shard when nobody alive holds it; True also when this life holds it already.
 
-        True is worth no more than the last renewal: what was taken is valid until `ttl_ms` after *that* one's
-        start. So renew first, then acquire. A named successor is not looked at here: who waits for whom is the
-        caller's rule.
+        True is worth no more than the last renewal: what was taken is valid until `ttl_ms` after *that*
+        one's start. So renew first, then acquire. A named successor is not looked at here: who waits for
+        whom is the caller's rule.
         """
         ...
 
