@@ -1,11 +1,13 @@
 """Settings of `serve`: allowed defaults, checked laws, and messages that name flags and numbers."""
 
+import json
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from metaservice.config import Config, ConfigError, check, parse
+from metaservice.config.settings import SETTINGS
 from metaservice.core.model import Limits
 
 
@@ -21,19 +23,61 @@ def test_defaults_are_allowed_and_bind_loopback() -> None:
     assert config.limits == Limits()
 
 
-def test_every_setting_has_a_flag() -> None:
-    flags: list[str] = []
-    for name in Config.__struct_fields__:
-        if name == "allow_remote":
-            flags.append("--allow-remote")
-        elif name != "limits":
-            value = {"journal": "memory", "log_level": "debug", "trace_ratio": "0.5"}.get(name, "7")
-            flags += ["--" + name.replace("_", "-"), value]
-    config = parse(flags)
-    assert config.allow_remote is True
-    assert (config.data, config.ready_file, config.journal) == (Path("7"), Path("7"), "memory")
-    assert (config.port, config.snapshot_batches, config.snapshot_bytes, config.trace_ratio) == (7, 7, 7, 0.5)
-    assert (config.drain_ms, config.grace_ms, config.log_level, config.host) == (7, 7, "debug", "7")
+GIVEN: dict[str, tuple[str, object]] = {
+    "data": ("7", Path("7")),
+    "allow_remote": ("true", True),
+    "replica": ("r7", "r7"),
+    "advertise": ("http://a:7", "http://a:7"),
+    "ready_file": ("7", Path("7")),
+    "log_level": ("debug", "debug"),
+    "trace_ratio": ("0.5", 0.5),
+    "journal": ("postgres", "postgres"),
+    "postgres_dsn": ("postgresql://h/d", "postgresql://h/d"),
+    "lead_ttl_ms": ("6000", 6_000),
+    "lead_margin_ms": ("207", 207),
+    "staleness_ms_max": ("207", 207),
+    "spread": ("false", False),
+    "leadership": ("etcd", "etcd"),
+    "etcd_endpoints": ("https://a:1,https://b:1", ("https://a:1", "https://b:1")),
+    "etcd_prefix": ("/seven", "/seven"),
+    "etcd_ca": ("7", Path("7")),
+    "etcd_cert": ("7", Path("7")),
+    "etcd_key": ("7", Path("7")),
+    "postgres_schema": ("seven", "seven"),
+}
+"""A value other than the default for each setting, as text and as it is read; 7 for those not named."""
+
+
+def given(name: str) -> tuple[str, object]:
+    if name in GIVEN:
+        return GIVEN[name]
+    return ("7", 7) if SETTINGS[name].kind == "integer" else ("seven", "seven")
+
+
+def test_every_setting_has_a_flag_a_variable_and_a_key(tmp_path: Path) -> None:
+    names = [name for name in Config.__struct_fields__ if name != "limits"]
+    flags = [
+        f"--{name.replace('_', '-')}={given(name)[0]}"
+        for name in names
+        if name not in ("allow_remote", "spread")
+    ]
+    variables = {f"UCM_{name.upper()}": given(name)[0] for name in names}
+    file = tmp_path / "ucm.toml"
+    lines = []
+    for name in names:
+        value = given(name)[1]
+        plain = isinstance(value, bool | int | float | tuple)
+        lines.append(f"{name} = {json.dumps(value if plain else str(value))}")
+    file.write_text("\n".join(lines))
+    ways = (
+        parse([*flags, "--allow-remote", "--no-spread"], {}),
+        parse([], variables),
+        parse(["--config", str(file)], {}),
+        parse([], {"UCM_CONFIG": str(file)}),
+    )
+    for config in ways:
+        for name in names:
+            assert getattr(config, name) == given(name)[1] != SETTINGS[name].default, name
 
 
 @pytest.mark.parametrize("name", Limits.__struct_fields__)
@@ -98,8 +142,8 @@ def test_bounds_that_meet_exactly_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--port", "65536"], "--port is 65536; expected 0..65535"),
-        (["--journal", "etcd"], "--journal is 'etcd'; expected one of sqlite, memory"),
+        (["--port", "65536"], "--port is 65536 (flag); it has to be 65535 or less"),
+        (["--journal", "etcd"], "--journal is 'etcd' (flag); expected one of sqlite, memory, postgres"),
         (["--log-level", "loud"], "--log-level is 'loud'"),
         (["--trace-ratio", "0"], "--trace-ratio is 0.0"),
         (["--trace-ratio", "1.5"], "--trace-ratio is 1.5"),
@@ -116,12 +160,30 @@ def test_impossible_settings_are_refused_by_name(flags: list[str], message: str)
     assert message in str(raised.value)
 
 
-def test_a_flag_nobody_knows_and_a_flag_cut_short_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--nonsense", "1"], ["--snapshot-batch", "5"], ["--port", "many"]):
-        with pytest.raises(SystemExit) as raised:
-            parse(flags)
-        assert raised.value.code == 2
-        assert flags[0] in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nonsense", "1"], "there is no flag --nonsense"),
+        (["--snapshot-batch", "5"], "there is no flag --snapshot-batch; did you mean --snapshot-batches?"),
+        (["--lead_ttl_ms=5"], "there is no flag --lead_ttl_ms; did you mean --lead-ttl-ms?"),
+        (["--postgres-dns", "postgresql://u:hunter2@h/d"], "did you mean --postgres-dsn?"),
+        (["postgresql://u:hunter2@h/d"], "an argument has no flag before it"),
+        (["--port", "many"], "--port is 'many'; expected an integer"),
+        (["--lead-ttl-ms", "5s"], "--lead-ttl-ms is '5s'; expected an integer (milliseconds)"),
+    ],
+)
+def test_a_flag_nobody_knows_and_a_wrong_value_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(flags, {})
+    assert message in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_flag_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(["--port"])
+    assert raised.value.code == 2
+    assert "--port" in capsys.readouterr().err
 
 
 def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
