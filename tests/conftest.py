@@ -1,11 +1,16 @@
-"""What all tests share: the seed and commit printed with a failure, free ports, and the recorded traces."""
+"""What all tests share: the seed and commit printed with a failure, free ports, a PostgreSQL and an etcd of
+the run's own, and the recorded traces."""
 
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from socket import AF_INET, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 
 import pytest
+
+from metaservice.cli.local.etcd import LocalEtcd
+from metaservice.cli.local.postgres import LocalPostgres
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,3 +89,41 @@ def free_port() -> Callable[[], int]:
                 return port
 
     return find
+
+
+_numbers = count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[LocalPostgres]:
+    """The PostgreSQL of this run. For tests that leave it as they found it: one that kills or freezes it
+    starts its own."""
+    with LocalPostgres() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres(postgres_server: LocalPostgres) -> Iterator[str]:
+    """The DSN of an empty database of this test's own."""
+    name = f"test_{next(_numbers)}"
+    yield postgres_server.create_database(name)
+    postgres_server.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def etcd_server() -> Iterator[LocalEtcd]:
+    """The etcd of this run, one member. For tests that leave it running."""
+    with LocalEtcd() as server:
+        yield server
+
+
+@pytest.fixture
+def etcd(etcd_server: LocalEtcd) -> tuple[str, ...]:
+    """The endpoints of the run's etcd, as URLs."""
+    return etcd_server.endpoints
+
+
+@pytest.fixture
+def etcd_prefix(request: pytest.FixtureRequest) -> str:
+    """A prefix of keys of this test's own."""
+    return f"/{request.node.name}/{next(_numbers)}"
