@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 SEEDS ?= 2000
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+CLUSTER_ARGS ?=
 SERVE_ARGS ?=
 SIM_ARGS ?=
 TEST_ARGS ?=
@@ -22,11 +23,15 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON VENV SEEDS DEMO_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS"
+	@echo "  Variables: PYTHON VENV SEEDS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS"
 
 .PHONY: demo
 demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
 	@$(BIN)/ucm-meta demo $(DEMO_ARGS)
+
+.PHONY: cluster
+cluster: $(VENV)/.ready-cluster ## The demo on PostgreSQL, three etcd and three replicas; last line is JSON
+	@$(BIN)/python -m metaservice.cli.local.topology $(CLUSTER_ARGS)
 
 .PHONY: serve
 serve: $(VENV)/.ready-server ## Run the service on SQLite, on the loopback address
@@ -72,6 +77,8 @@ format: $(VENV)/.ready-dev ## Format the code and mend what can be mended mechan
 lock: $(VENV)/.ready-dev ## Resolve the newest allowed dependencies into requirements/*.lock
 	@$(LOCK) --upgrade pyproject.toml --extra server --group dev -o requirements/dev.lock
 	@$(LOCK) --upgrade --constraint requirements/dev.lock pyproject.toml --extra server -o requirements/server.lock
+	@$(LOCK) --upgrade --constraint requirements/dev.lock pyproject.toml --extra server --group cluster \
+		-o requirements/cluster.lock
 	@$(LOCK) --upgrade --constraint requirements/dev.lock pyproject.toml -o requirements/base.lock
 	@$(LOCK) --upgrade --constraint requirements/dev.lock --group build -o requirements/build.lock
 

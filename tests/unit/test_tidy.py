@@ -285,13 +285,16 @@ def test_locks_hold_every_dependency_with_hashes_and_agree() -> None:
     server = base | wanted(*table["project"]["optional-dependencies"]["server"])
     dev = server | wanted(*(spec for spec in table["dependency-groups"]["dev"] if isinstance(spec, str)))
     build = wanted(*table["dependency-groups"]["build"])
+    cluster = wanted(*table["dependency-groups"]["cluster"])
     everything = locked("dev.lock")
-    for name, needed in {"base": base, "server": server, "dev": dev | build, "build": build}.items():
+    needs = {"base": base, "build": build, "server": server, "cluster": server | cluster}
+    for name, needed in (needs | {"dev": dev | build | cluster}).items():
         pins = locked(f"{name}.lock")
         assert needed - pins.keys() == set(), f"{name}.lock is stale: make lock"
         assert [pin for pin, hashes in pins.items() if not hashes] == []
         assert [pin for pin, hashes in pins.items() if hashes != everything[pin]] == []
-    assert locked("base.lock").keys() < locked("server.lock").keys() < everything.keys()
+    assert locked("base.lock").keys() < locked("server.lock").keys() < locked("cluster.lock").keys()
+    assert locked("cluster.lock").keys() < everything.keys()
 
 
 # --- documents -----------------------------------------------------------------------------------------
