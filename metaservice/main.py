@@ -13,6 +13,7 @@ import uvloop
 
 from metaservice import clock
 from metaservice.api.app import build_app
+from metaservice.api.peers import Peers
 from metaservice.api.server import ApiServer, RemoteRefused, check_host
 from metaservice.api.settings import ApiSettings
 from metaservice.config import CLOCK_STEP_MS, Config, ConfigError, parse
@@ -20,7 +21,11 @@ from metaservice.journal.errors import JournalError
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
 from metaservice.journal.sqlite import SqliteJournal
-from metaservice.replica.shard import Clock, Shard
+from metaservice.leadership.port import Leadership
+from metaservice.leadership.single import SingleLeadership
+from metaservice.replica.errand import Courier
+from metaservice.replica.node import Pace, Replica
+from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import open_tracer
@@ -28,71 +33,141 @@ from metaservice.telemetry.tracing import open_tracer
 log = logging.getLogger("metaservice")
 
 _BIND_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-SHARD = 0
-"""One shard owns everything until shards are spread over replicas."""
 
 
-def make_journal(config: Config) -> tuple[Journal, SnapshotKeeper | None]:
-    """The configured journal, and what keeps it short."""
-    if config.journal == "memory":
-        return MemoryJournal(MemoryStore(), SHARD), None
+def sqlite_journals(config: Config) -> tuple[list[Journal], list[SnapshotKeeper]]:
+    """The embedded journal."""
     config.data.mkdir(parents=True, exist_ok=True)
     path = config.data / "journal.sqlite"
-    keeper = SnapshotKeeper(
-        ["-m", "metaservice.replica.cut", str(path), str(SHARD)],
+    keeper = snapshot_keeper(config, ["sqlite", str(path), "0", "1"], {})
+    return [SqliteJournal(path, 0)], [keeper]
+
+
+def snapshot_keeper(config: Config, arguments: list[str], environment: dict[str, str]) -> SnapshotKeeper:
+    """What cuts snapshots of one shard, in a process of its own."""
+    return SnapshotKeeper(
+        ["-m", "metaservice.replica.cut", *arguments],
+        environment=environment,
         batches_max=config.snapshot_batches,
         bytes_max=config.snapshot_bytes,
+        check_s=config.snapshot_check_ms / 1000,
     )
-    return SqliteJournal(path, SHARD), keeper
+
+
+def make_journals(config: Config) -> tuple[list[Journal], list[SnapshotKeeper]]:
+    """The configured journals, one a shard, and what keeps them short."""
+    if config.journal == "memory":
+        store = MemoryStore()
+        return [MemoryJournal(store, number) for number in range(config.shards)], []
+    return sqlite_journals(config)
+
+
+def make_leadership(config: Config, url: str) -> Leadership:
+    """The configured elector."""
+    return SingleLeadership(config.replica, url, config.shards)
+
+
+def make_replica(config: Config, url: str, metrics: Metrics, courier: Courier) -> Replica:
+    """All shards of this process over the configured journals and elector."""
+    journals, keepers = make_journals(config)
+    replicas: list[Replica] = []
+
+    def cluster() -> str:
+        """Data shards take the name that the catalogue has."""
+        return replicas[0].cluster if replicas else ""
+
+    def make_shards(hooks: Hooks) -> list[Shard]:
+        shards: list[Shard] = []
+        for number, journal in enumerate(journals):
+            shard_clock = clock.ShardClock(CLOCK_STEP_MS)
+            shards.append(
+                Shard(
+                    number,
+                    journal,
+                    config.limits,
+                    Clock(shard_clock.start, shard_clock.now_ms, clock.monotonic_s),
+                    metrics,
+                    cluster if number else clock.new_cluster_id,
+                    shards=config.shards,
+                    hooks=hooks,
+                    poll_ms=config.poll_ms,
+                    call_timeout_ms=config.grace_ms,
+                )
+            )
+        return shards
+
+    replica = Replica(
+        config.replica,
+        url,
+        make_shards,
+        make_leadership(config, url),
+        config.limits,
+        metrics,
+        clock.monotonic_s,
+        pace=Pace(
+            ttl_ms=config.lead_ttl_ms,
+            renew_ms=config.lead_renew_ms,
+            margin_ms=config.lead_margin_ms,
+            handover_ms=config.handover_ms,
+            stall_ms=config.lead_ttl_ms // 2,
+        ),
+        alone=not config.replicated,
+        spread=config.spread,
+        courier=courier,
+        keepers=keepers,
+    )
+    replicas.append(replica)
+    return replica
 
 
 async def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises JournalError, RemoteRefused or OSError when it cannot
-    start."""
+    """Serve until SIGTERM or SIGINT, then hand over and drain. Raises JournalError, RemoteRefused or OSError
+    when it cannot start."""
     check_host(config.host, config.allow_remote)
     metrics = Metrics(clock.monotonic_s)
-    journal, keeper = make_journal(config)
-    shard_clock = clock.ShardClock(CLOCK_STEP_MS)
-    shard = Shard(
-        SHARD,
-        journal,
-        config.limits,
-        Clock(shard_clock.start, shard_clock.now_ms, clock.monotonic_s),
-        metrics,
-        clock.new_cluster_id,
-        keeper,
-    )
-    tracer = open_tracer(bool(config.otlp_endpoint), endpoint=config.otlp_endpoint, ratio=config.trace_ratio)
+    url = config.advertise or f"http://{config.host}:{config.port}"
     settings = ApiSettings(drain_delay_ms=config.drain_ms, graceful_timeout_ms=config.grace_ms)
-    server = ApiServer(
-        build_app(shard, metrics, tracer, settings),
-        config.host,
-        config.port,
-        settings,
-        allow_remote=config.allow_remote,
-    )
+    peers = Peers(config.replica, settings)
+    replica = make_replica(config, url, metrics, peers.errand)
+    tracer = open_tracer(bool(config.otlp_endpoint), endpoint=config.otlp_endpoint, ratio=config.trace_ratio)
+    app = build_app(replica.shard(0), metrics, tracer, settings)
+    server = ApiServer(app, config.host, config.port, settings, allow_remote=config.allow_remote)
     loop = asyncio.get_running_loop()
+    started = asyncio.create_task(replica.start(), name="start")
+    leaving: list[asyncio.Task[None]] = []
+
+    async def leave() -> None:
+        app.begin_drain()
+        await replica.leave()
+        server.request_stop()
+
+    def stop() -> None:
+        if not leaving:
+            leaving.append(asyncio.create_task(leave(), name="leave"))
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.request_stop)
-    started = asyncio.create_task(shard.start())
+        loop.add_signal_handler(number, stop)
     try:
-        await started
-        await server.run_until_stopped(_announce(config, shard))
+        if not config.replicated:
+            await started
+        await server.run_until_stopped(_announce(config, replica))
     finally:
+        started.cancel()
         try:
             async with asyncio.timeout(config.grace_ms / 1000):
-                await shard.stop()
+                await replica.stop()
         except TimeoutError:
             # What hangs was not acknowledged; the next start finds the journal as the disk has it.
             log.error("the journal did not end its last write in %d ms; leaving it", config.grace_ms)
+        await peers.close()
         tracer.close()
 
 
-def _announce(config: Config, shard: Shard) -> Callable[[int], None]:
+def _announce(config: Config, replica: Replica) -> Callable[[int], None]:
     def announce(port: int) -> None:
         log.info(
-            "serving on http://%s:%d (cluster %s, epoch %d, seq %d)",
-            config.host, port, shard.cluster, shard.epoch, shard.durable_seq,
+            "replica %s serving on http://%s:%d (cluster %s, %s)",
+            replica.id, config.host, port, replica.cluster or "not known yet", replica.status,
         )  # fmt: skip
         if config.ready_file is not None:
             ready = msgspec.json.encode({"host": config.host, "port": port, "pid": os.getpid()})

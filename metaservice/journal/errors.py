@@ -126,6 +126,34 @@ class JournalBusy(JournalError):
         self.waited_ms = waited_ms
 
 
+class JournalUnavailable(JournalError):
+    """The store cannot be asked now: not reached, not answering, or a standby that takes no writes.
+
+    Nothing was written; the same call succeeds by itself once the store is back.
+    """
+
+    def __init__(self, where: str, doing: str, reason: str) -> None:
+        super().__init__(f"{where} cannot be reached ({doing}): {reason}; it is tried again")
+        self.reason = reason
+
+
+class JournalRegressed(JournalError):
+    """The store's head is behind what was read from it or written to it before: it lost its newest history,
+    as a failover to a standby that was not synchronous does.
+
+    What is in memory must not be written again: others may have read the shorter history already. Raise the
+    alarm, throw the state away and load what there is.
+    """
+
+    def __init__(self, where: str, head_seq: int, known_seq: int) -> None:
+        super().__init__(
+            f"{where} ends at seq {head_seq} though seq {known_seq} was in it before: its newest history is "
+            "lost (a failover to an asynchronous standby?); going on from what there is"
+        )
+        self.head_seq = head_seq
+        self.known_seq = known_seq
+
+
 class FateUnknown(JournalError):
     """It cannot be known yet whether the batch is in.
 

@@ -25,8 +25,8 @@ def cut(path: Path, shard: int, limits: Limits) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """`PATH SHARD`. A replay decides nothing, so that no limit matters."""
-    path, shard = arguments
+    """`sqlite PATH SHARD SHARDS`. A replay decides nothing, so that no limit matters."""
+    _, path, shard, shards = arguments
     sys.stdout.write(f"{cut(Path(path), int(shard), Limits())}\n")
     return 0
 

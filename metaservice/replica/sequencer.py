@@ -9,18 +9,24 @@ same bytes get in later, or the state is thrown away and built anew from the jou
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from metaservice.core import commands as cmd
 from metaservice.core.events import BlocksRemoved, Event, MemberExpired, SessionEnded
 from metaservice.core.machine import Machine
-from metaservice.journal.codec import encode_batch
-from metaservice.journal.errors import FateUnknown, JournalBusy, JournalError, JournalFull
+from metaservice.journal.errors import (
+    FateUnknown,
+    JournalBusy,
+    JournalError,
+    JournalFull,
+    JournalUnavailable,
+)
 from metaservice.journal.port import Journal
 
-from .errors import ShardUnavailable
+from .errors import NotLeader, ShardUnavailable
 from .observer import Observer
+from .pipeline import Pipeline, Sealed
 from .thread import JournalThread
 
 log = logging.getLogger(__name__)
@@ -31,6 +37,9 @@ QUEUE_MAX = 8_192
 TICK_MS = 100
 TICK_LATE_MS_MAX = 1_000
 RETRY_MS = 500
+SLICE_MS = 5.0
+"""Deciding longer than this at a stretch would hold up lookups and the renewal of the lease: others run in
+between."""
 
 _TOLD = {SessionEnded, MemberExpired, BlocksRemoved}
 """Events that observers hear of; most batches have none."""
@@ -55,33 +64,57 @@ class Sequencer:
         now_s: Callable[[], float],
         thread: JournalThread,
         observer: Observer,
+        *,
+        cluster: str = "",
+        on_durable: Callable[[Sequence[Event], int], None] | None = None,
     ) -> None:
-        self.machine = machine
-        self.durable_seq = machine.seq
-        self.led = False
-        """Whether the take-over is durable: before that nobody is answered."""
+        """`cluster` names a journal without a name. `on_durable(events, seq)` hears of every batch, at a
+        moment when the machine says exactly what the journal says."""
+        self.pipeline = Pipeline(machine, epoch)
         self.progressed = False
         """Whether anything became durable after the take-over."""
         self.stuck = ""
         """Why writes are refused now ('' when they are not)."""
         self._journal = journal
-        self._epoch = epoch
         self._now_ms = now_ms
         self._now_s = now_s
         self._thread = thread
         self._observer = observer
+        self._cluster = cluster
+        self._on_durable = on_durable
         self._queue: deque[Waiting] = deque()
         self._wake = asyncio.Event()
         self._stopping = False
+        self._appending_s: float | None = None
         self._leases_expired = 0
         self._tasks_expired = 0
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that this epoch decides with."""
+        return self.pipeline.machine
+
+    @property
+    def durable_seq(self) -> int:
+        """Up to where the journal has it."""
+        return self.pipeline.durable_seq
+
+    @property
+    def led(self) -> bool:
+        """Whether the take-over is durable: before that nobody is answered."""
+        return self.pipeline.led
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the append in flight has not come through; 0 when there is none."""
+        return 0.0 if self._appending_s is None else self._now_s() - self._appending_s
 
     # ------------------------------------------------------------ callers
 
     def submit(self, command: cmd.Command) -> "asyncio.Future[Any]":
         """Queue a command; the future resolves with its reply once its events are durable."""
         if self._stopping:
-            raise ShardUnavailable("not_ready", "the service is stopping")
+            raise NotLeader(self.machine.state.shard, "this replica is letting go of the shard")
         if self.stuck:
             raise ShardUnavailable("journal_unavailable", self.stuck, 2 * RETRY_MS)
         if len(self._queue) >= QUEUE_MAX:
@@ -103,8 +136,8 @@ class Sequencer:
         told."""
         batch: list[Waiting] = []
         try:
-            await self._append_events(self._take_over())
-            self.led = True
+            self.pipeline.take_over(self._cluster, self._now_ms())
+            await self._commit()
             tick_s = self._now_s()
             while True:
                 wait_s = tick_s + TICK_MS / 1000 - self._now_s()
@@ -153,58 +186,59 @@ class Sequencer:
 
     async def _run_batch(self, batch: list[Waiting], ticking: bool) -> None:
         now_ms = self._now_ms()
-        machine = self.machine
+        decide = self.pipeline.decide
         replies: list[Any] = []
-        events: list[Event] = []
+        slice_s = self._now_s()
         for command, _ in batch:
-            reply, made = machine.execute(command, now_ms)
-            replies.append(reply)
-            events += made
+            replies.append(decide(command, now_ms))
+            if (self._now_s() - slice_s) * 1000 > SLICE_MS:
+                await asyncio.sleep(0)
+                slice_s = self._now_s()
         if ticking:
-            events += machine.execute(cmd.Tick(), now_ms)[1]
+            decide(cmd.Tick(), now_ms)
             self._count_expired()
-        if events:
-            self._count(events)
-            await self._append_events(events, len(batch))
+        await self._commit(len(batch))
         for (_, future), reply in zip(batch, replies, strict=True):
             if not future.done():
                 future.set_result(reply)
 
-    def _take_over(self) -> list[Event]:
-        command = cmd.TakeOver(epoch=self._epoch, cluster=self.machine.state.cluster)
-        return self.machine.execute(command, self._now_ms())[1]
-
     # ------------------------------------------------------------ durability
 
-    async def _append_events(self, events: list[Event], commands: int = 0) -> None:
-        first_seq, last_seq = self.durable_seq + 1, self.durable_seq + len(events)
-        assert last_seq == self.machine.seq, "events were applied that are not in the batch"
-        payload = encode_batch(events)
-        started_s = self._now_s()
-        await self._append(first_seq, last_seq, payload)
-        self.durable_seq = last_seq
+    async def _commit(self, commands: int = 0) -> None:
+        """Make durable what was decided."""
+        sealed = self.pipeline.seal()
+        if sealed is None:
+            return
+        self._count(sealed.events)
+        started_s = self._appending_s = self._now_s()
+        await self._append(sealed)
+        self._appending_s = None
         self.progressed = self.led
-        self.machine.mark_durable(last_seq)
+        self.pipeline.committed()
+        if self._on_durable is not None:
+            self._on_durable(sealed.events, sealed.last_seq)
         append_ms = (self._now_s() - started_s) * 1000
         self._observer.batch(
             commands=commands,
-            events=len(events),
-            payload_bytes=len(payload),
+            events=len(sealed.events),
+            payload_bytes=len(sealed.payload),
             append_ms=append_ms,
             queued=len(self._queue),
         )
 
-    async def _append(self, first_seq: int, last_seq: int, payload: bytes) -> None:
-        """Get exactly these bytes in. A journal that cannot take them now (full, busy) is tried until it can;
-        meanwhile lookups go on and writes are refused with the reason."""
+    async def _append(self, sealed: Sealed) -> None:
+        """Get exactly these bytes in. A journal that cannot take them now (full, busy, out of reach) is tried
+        until it can; meanwhile lookups go on and writes are refused with the reason."""
         journal = self._journal
         while True:
             try:
-                await self._thread.call(journal.append, first_seq, last_seq, self._epoch, payload)
-            except (JournalFull, JournalBusy) as error:
+                await self._thread.call(
+                    journal.append, sealed.first_seq, sealed.last_seq, sealed.epoch, sealed.payload
+                )
+            except (JournalFull, JournalBusy, JournalUnavailable) as error:
                 self._refuse_waiting(str(error))
             except FateUnknown as error:
-                if await self._resolve(first_seq, payload, error):
+                if await self._resolve(sealed.first_seq, sealed.payload, error):
                     break
             except JournalError as error:
                 raise Diverged(str(error)) from error
@@ -247,7 +281,7 @@ class Sequencer:
 
     # ------------------------------------------------------------ what is told to observers
 
-    def _count(self, events: list[Event]) -> None:
+    def _count(self, events: Sequence[Event]) -> None:
         if _TOLD.isdisjoint(map(type, events)):
             return
         index = self.machine.state.index

@@ -1,33 +1,48 @@
-"""One shard of the service: its journal, its sequencer and what the API may ask of it."""
+"""One shard as one replica has it: a state that follows the journal, and, while it leads, the sequencer that
+decides. What the API asks of a shard is asked here.
+
+Who leads is not decided here (`role.py`, `node.py`): `promote` and `demote` carry it out. While it does not
+lead, the state follows the journal and answers views and lookups without a lease, with its age. What cannot
+be trusted is thrown away and built anew from the journal; there is no undo.
+"""
 
 import asyncio
-import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
 
 from metaservice.core import commands as cmd
+from metaservice.core.events import Event
 from metaservice.core.index import Table
 from metaservice.core.machine import Machine
 from metaservice.core.model import Fingerprint, Limits
 from metaservice.core.rejections import Rejection
 from metaservice.core.replies import BlockDetail, Tasks
-from metaservice.journal.port import Journal, OpenReport
+from metaservice.journal.errors import JournalError, JournalRegressed, JournalUnavailable
+from metaservice.journal.port import Batch, Journal, OpenReport
 
-from .errors import ShardUnavailable
+from .errors import NotLeader, ShardUnavailable
 from .observer import Observer
 from .replay import replay
-from .sequencer import TICK_MS, Diverged, Sequencer
+from .role import Role, Turn, turned
+from .sequencer import SLICE_MS, TICK_MS, Diverged, Sequencer
 from .snapshot import SnapshotKeeper
+from .tail import Tail
 from .thread import JournalThread
 
 log = logging.getLogger(__name__)
 
 REBUILD_PAUSE_MS = 200
 REBUILD_PAUSE_MS_MAX = 5_000
+BATCHES_PER_READ_MAX = 64
+BYTES_PER_READ_MAX = 4 * 1024 * 1024
+LEADERLESS = ("", "")
+UNKNOWN_MS = 1 << 53
+"""A staleness that no bound allows."""
 
 
 class Clock:
@@ -61,9 +76,28 @@ class StorageInfo(Struct, frozen=True):
     options: dict[str, str]
 
 
+class Hooks:
+    """What a shard asks of its replica, and tells it."""
+
+    def leader(self, shard: int) -> tuple[str, str]:
+        """(replica, URL) of the leader as far as known; ("", "") when it is not."""
+        return LEADERLESS
+
+    def applied(self, shard: int, events: Sequence[Event], seq: int) -> None:
+        """These events are durable and applied, up to this seq."""
+
+    def restarted(self, shard: int) -> None:
+        """The state was built anew: what was told before may not be continuous with what comes."""
+
+    def fallen(self, shard: int) -> None:
+        """It stopped leading by itself: its state could not be trusted any more."""
+
+    async def before_write(self, shard: int, command: cmd.StartWrite) -> None:
+        """A write may need more room than this shard's slice of a limit gives."""
+
+
 class Shard:
-    """Serves from memory, decides through the sequencer, rebuilds itself from the journal when the two
-    disagree."""
+    """Follows the journal; leads it while told to."""
 
     def __init__(
         self,
@@ -73,163 +107,366 @@ class Shard:
         clock: Clock,
         observer: Observer,
         new_cluster: Callable[[], str],
-        snapshots: SnapshotKeeper | None = None,
+        *,
+        shards: int = 1,
+        hooks: Hooks | None = None,
+        poll_ms: int = 100,
+        call_timeout_ms: int = 5_000,
     ) -> None:
+        """`new_cluster` gives the name for a journal that has none, "" while it is not known."""
         self.number = number
         self.limits = limits
-        self.status = "starting"
+        self.role = Role.FOLLOWER
         self.reason = "not started yet"
         self.opened: OpenReport | None = None
+        self.lease_until_s = 0.0
+        """By our own clock. Set by the replica; before it is over we lead, if we do."""
+        self.journal_ok = False
+        """Whether the last word with the journal was a good one."""
+        self.rebuilds = 0
         self._journal = journal
         self._clock = clock
         self._observer = observer
         self._new_cluster = new_cluster
-        self._snapshots = snapshots
+        self._shards = shards
+        self._hooks = hooks or Hooks()
+        self._poll_s = poll_ms / 1000
+        self._call_timeout_s = call_timeout_ms / 1000
         self._thread = JournalThread(f"journal-{number}")
+        self._tail: Tail | None = None
         self._sequencer: Sequencer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._diverged = False
+        self._turning = asyncio.Lock()
+        self._hint = asyncio.Event()
+        self._stopping = False
         self._closed = False
+        self._opened = False
+        self._fresh_s: float | None = None
+        self._epoch_seen = 0
+        self._pause_ms = REBUILD_PAUSE_MS
+        self._retry_at_s = 0.0
         self._instances: dict[str, InstanceInfo] = {}
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ the state
 
-    async def start(self) -> None:
-        """Open the journal, rebuild the state, take over a new epoch. Raises JournalError when that cannot be
-        done."""
-        self.opened = await self._in_thread(self._journal.open)
-        if self.opened.last_cut is not None:
-            cut = self.opened.last_cut
-            log.error(
-                "the journal's tail was damaged and cut: %d batches from seq %d (%s)",
-                cut.batches_cut, cut.first_seq_cut, cut.reason,
-            )  # fmt: skip
-        for fault in self.opened.snapshot_faults:
-            log.error("snapshot %s was passed over: %s", fault.location, fault.reason)
-        await self._build()
-        self._tasks.append(asyncio.create_task(self._lead(), name=f"shard-{self.number}"))
-        self._tasks.append(asyncio.create_task(self._watch_loop()))
-        if self._snapshots is not None:
-            self._tasks.append(asyncio.create_task(self._keep_snapshots(self._snapshots)))
-        while not self.ready:
-            if self._tasks[0].done():
-                self._tasks[0].result()
-            await asyncio.sleep(0.005)
+    @property
+    def warm(self) -> bool:
+        """Whether there is a state that stood at the journal's head not long ago."""
+        return self._tail is not None and self._fresh_s is not None
 
-    async def stop(self) -> None:
-        """Finish what is queued, then let go of the journal. May be called in any state."""
-        self._stopping.set()
-        self.status, self.reason = "stopping", "shutting down"
-        if self._sequencer is not None:
-            self._sequencer.stop()
-        for task in self._tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not self._closed:
-            self._closed = True
-            await self._in_thread(self._journal.close)
-            self._thread.stop()
-        self.status, self.reason = "stopped", "shut down"
+    @property
+    def has_state(self) -> bool:
+        """Whether there is any state to answer from."""
+        return self._tail is not None
 
-    async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        return await self._thread.call(call, *args)
+    @property
+    def status(self) -> str:
+        """starting | following | promoting | leading | demoting | rebuilding | stopping | stopped."""
+        if self._closed:
+            return "stopped"
+        if self._stopping:
+            return "stopping"
+        if self.role is Role.FOLLOWER:
+            if self._tail is not None:
+                return "following"
+            return "rebuilding" if self.rebuilds else "starting"
+        return "leading" if self.role is Role.LEADER else str(self.role)
 
-    async def _build(self) -> None:
+    async def load(self) -> None:
+        """Open the journal and build the state, as a follower. Raises JournalError."""
+        async with self._turning:
+            if self._tail is None and not self._stopping:
+                await self._load()
+
+    async def _load(self) -> None:
+        if not self._opened:
+            self.opened = await self._call(self._journal.open)
+            self._opened = True
+            self._tell_opened(self.opened)
         gc.unfreeze()  # of a state that was thrown away before
-        machine: Machine = await self._in_thread(replay, self._journal, self.number, self.limits)
-        if not machine.state.cluster:
-            machine.state.cluster = self._new_cluster()
-        epoch = await self._in_thread(self._journal.claim)
-        self._clock.start(machine.state.now_ms)
+        read_s = self._clock.now_s()
+        machine: Machine = await self._call(replay, self._journal, self.number, self.limits, self._shards)
         self._instances.clear()
-        self._sequencer = Sequencer(
-            machine, self._journal, epoch, self._clock.now_ms, self._clock.now_s, self._thread, self._observer
-        )
+        self._tail = Tail(machine)
+        self._epoch_seen = max(self._epoch_seen, machine.state.epoch)
+        self._fresh_s = read_s
+        self._hooks.restarted(self.number)
         # The block table is large and lives long: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
 
-    async def _lead(self) -> None:
-        pause_ms = REBUILD_PAUSE_MS
-        while not self._stopping.is_set():
-            sequencer = self._sequencer
+    @staticmethod
+    def _tell_opened(opened: OpenReport) -> None:
+        if opened.last_cut is not None:
+            cut = opened.last_cut
+            log.error(
+                "the journal's tail was damaged and cut: %d batches from seq %d (%s)",
+                cut.batches_cut, cut.first_seq_cut, cut.reason,
+            )  # fmt: skip
+        for fault in opened.snapshot_faults:
+            log.error("snapshot %s was passed over: %s", fault.location, fault.reason)
+
+    def _discard(self, reason: str) -> None:
+        """Throw the state away; the next turn of `live` builds it anew."""
+        self._tail = None
+        self._fresh_s = None
+        self._sequencer = None
+        self.rebuilds += 1
+        self.reason = reason
+        self._observer.rebuilt(reason)
+        self._retry_at_s = self._clock.now_s() + self._pause_ms / 1000
+        self._pause_ms = min(2 * self._pause_ms, REBUILD_PAUSE_MS_MAX)
+        log.error("shard %d: state thrown away, rebuilding from the journal: %s", self.number, reason)
+
+    async def _call(self, what: Callable[..., Any], *args: Any) -> Any:
+        """A call of the journal, and what it says about the journal's health."""
+        try:
+            result = await self._thread.call(what, *args)
+        except JournalUnavailable:
+            self.journal_ok = False
+            raise
+        self.journal_ok = True
+        return result
+
+    # ------------------------------------------------------------ following
+
+    async def live(self) -> None:
+        """Follow the journal whenever this shard does not lead, and rebuild what was thrown away. For ever."""
+        while not self._stopping:
             try:
-                if sequencer is None:
-                    await self._build()
-                    continue
-                self.status, self.reason = "leading", "answering everybody"
-                await sequencer.run()
-                return
-            except Diverged as error:
-                reason = str(error)
+                if self.role is Role.FOLLOWER:
+                    wait_s = self._retry_at_s - self._clock.now_s()
+                    if self._tail is None and wait_s > 0:
+                        await asyncio.sleep(min(wait_s, 0.1))
+                        continue
+                    await self.catch_up()
+            except JournalUnavailable as error:
+                self.reason = str(error)
+                self._retry_at_s = self._clock.now_s() + self._pause_ms / 1000
             except Exception as error:
-                log.exception("rebuilding from the journal failed")
-                reason = f"rebuilding failed: {error}"
-            self._sequencer = None
-            if self._stopping.is_set():
-                return
-            if sequencer is not None and sequencer.progressed:
-                pause_ms = REBUILD_PAUSE_MS  # rebuilding had helped
-            self.status, self.reason = "rebuilding", reason
-            self._observer.rebuilt(reason)
-            log.error("state thrown away, rebuilding from the journal: %s", reason)
-            await self._pause(pause_ms)
-            pause_ms = min(2 * pause_ms, REBUILD_PAUSE_MS_MAX)
+                log.exception("shard %d: following the journal failed", self.number)
+                self.reason = f"rebuilding failed: {error}"
+                self._observer.rebuilt(self.reason)
+                self._retry_at_s = self._clock.now_s() + self._pause_ms / 1000
+                self._pause_ms = min(2 * self._pause_ms, REBUILD_PAUSE_MS_MAX)
+            self._hint.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._hint.wait()
 
-    async def _pause(self, pause_ms: int) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_ms / 1000):
-                await self._stopping.wait()
+    def hint(self) -> None:
+        """There may be something new in the journal."""
+        self._hint.set()
 
-    async def _watch_loop(self) -> None:
-        while True:
-            started_s = self._clock.now_s()
-            await asyncio.sleep(TICK_MS / 1000)
-            self._observer.loop_lag((self._clock.now_s() - started_s) * 1000 - TICK_MS)
+    async def catch_up(self) -> bool:
+        """As a follower: apply all that the journal has. Returns whether there was anything. Nothing happens
+        on a leader. Raises JournalUnavailable; other faults end the state."""
+        async with self._turning:
+            if self.role is not Role.FOLLOWER or self._stopping:
+                return False
+            if self._tail is None:
+                await self._load()
+                return True
+            return await self._follow()
 
-    async def _keep_snapshots(self, keeper: SnapshotKeeper) -> None:
-        while True:
-            await asyncio.sleep(keeper.check_s)
+    async def _follow(self) -> bool:
+        """Up to the head. Holds the lock."""
+        tail = self._tail
+        assert tail is not None
+        moved = False
+        try:
+            while True:
+                read_s = self._clock.now_s()
+                batches, at_head = await self._call(_read_some, self._journal, tail.applied_seq)
+                for batch in batches:
+                    await self._apply(tail, batch)
+                    moved = True
+                if at_head:
+                    self._fresh_s = read_s
+                    return moved
+        except JournalUnavailable:
+            raise
+        except JournalRegressed as error:
+            self._discard(f"the journal went backwards, acknowledged writes may be lost: {error}")
+        except Exception as error:
+            # trimmed below us, a batch that does not follow, a state that contradicts the events
+            if not isinstance(error, JournalError):
+                log.exception("shard %d: a batch could not be applied", self.number)
+            self._discard(f"the journal cannot be followed from here: {error}")
+        return True
+
+    async def _apply(self, tail: Tail, batch: Batch) -> None:
+        applied: list[Event] = []
+        slice_s = self._clock.now_s()
+        for event in tail.steps(batch):
+            applied.append(event)
+            if (self._clock.now_s() - slice_s) * 1000 > SLICE_MS:
+                await asyncio.sleep(0)
+                slice_s = self._clock.now_s()
+        self._epoch_seen = max(self._epoch_seen, batch.epoch)
+        self._hooks.applied(self.number, applied, tail.applied_seq)
+
+    # ------------------------------------------------------------ leading
+
+    async def promote(self) -> bool:
+        """Take over: a new epoch, the rest of the journal, the take-over itself durable. The lease is ours
+        already. False: it did not work out (see `reason`), and the lease should be given back."""
+        self.role = turned(self.role, Turn.ACQUIRED)
+        self.reason = "taking over"
+        async with self._turning:
             try:
-                size = await self._in_thread(self._journal.size)
-                if keeper.due(size):
-                    upto_seq = await keeper.cut(self._journal.snapshots)
-                    if upto_seq:
-                        await self._in_thread(self._journal.trim, upto_seq)
-                    keeper.trimmed(await self._in_thread(self._journal.size))
-            except asyncio.CancelledError:
-                raise
-            except Exception:
-                log.exception("no snapshot was cut; the journal grows until the next attempt")
+                if self._tail is None:
+                    await self._load()
+                await self._take_over()
+            except Exception as error:
+                if not isinstance(error, JournalError | ShardUnavailable | Diverged):
+                    log.exception("shard %d: taking over failed", self.number)
+                self.reason = f"taking over failed: {error}"
+                log.error("shard %d: %s", self.number, self.reason)
+            else:
+                if self._clock.now_s() < self.lease_until_s and not self._stopping:
+                    self.role = turned(self.role, Turn.TOOK_OVER)
+                    self.reason = "answering everybody"
+                    return True
+                self.reason = "the lease was over before the take-over was done"
+            self.role = turned(self.role, Turn.LET_GO)
+            await self._let_go(1.0)
+            self.role = turned(self.role, Turn.RELEASED)
+            return False
 
-    # ------------------------------------------------------------ asking
+    async def _take_over(self) -> None:
+        epoch = await self._call(self._journal.claim)
+        while epoch <= self._epoch_seen:
+            # a journal that lost its newest history may give a number that was used before
+            epoch = await self._call(self._journal.claim)
+        # From here on nobody else can append: what is read now is all there is.
+        moved = await self._follow()
+        tail = self._tail
+        if tail is None:
+            raise Diverged(self.reason)
+        log.info("shard %d: epoch %d from seq %d%s", self.number, epoch, tail.applied_seq, " (tail)" * moved)
+        machine = tail.machine
+        cluster = machine.state.cluster or self._new_cluster()
+        if not cluster:
+            raise ShardUnavailable("not_ready", "the catalogue has not named the cluster yet")
+        self._clock.start(machine.state.now_ms)
+        sequencer = self._sequencer = Sequencer(
+            machine, self._journal, epoch, self._clock.now_ms, self._clock.now_s, self._thread, self._observer,
+            cluster=cluster,
+            on_durable=self._durable,
+        )  # fmt: skip
+        self._epoch_seen = epoch
+        self._diverged = False
+        running = self._running = asyncio.create_task(self._run(sequencer), name=f"shard-{self.number}")
+        while not sequencer.led:
+            if running.done() or self._clock.now_s() >= self.lease_until_s:
+                raise Diverged(self.reason if running.done() else "the take-over was not durable in time")
+            await asyncio.sleep(0.002)
+
+    def _durable(self, events: Sequence[Event], seq: int) -> None:
+        self.journal_ok = True
+        if self._sequencer is not None and self._sequencer.progressed:
+            self._pause_ms = REBUILD_PAUSE_MS  # rebuilding had helped
+        self._hooks.applied(self.number, events, seq)
+
+    async def _run(self, sequencer: Sequencer) -> None:
+        try:
+            await sequencer.run()
+        except Diverged as error:
+            self.reason = str(error)
+            self._diverged = True
+            if self.role is Role.LEADER:
+                self.role = turned(self.role, Turn.LET_GO)
+                self._discard(str(error))
+                self.role = turned(self.role, Turn.RELEASED)
+                self._hooks.fallen(self.number)
+
+    async def demote(self, drain_s: float = 0.0) -> None:
+        """Stop leading. With time to drain, what is queued is made durable first. A state that says exactly
+        what the journal says goes on as a follower's; any other is thrown away."""
+        if self.role not in (Role.LEADER, Role.PROMOTING):
+            return
+        if self.role is Role.PROMOTING:
+            async with self._turning:
+                pass  # it finds out by itself that its lease is over
+            if self.role is not Role.LEADER:
+                return
+        self.role = turned(self.role, Turn.LET_GO)
+        async with self._turning:
+            await self._let_go(drain_s)
+            self.role = turned(self.role, Turn.RELEASED)
+
+    async def _let_go(self, drain_s: float) -> None:
+        sequencer, running = self._sequencer, self._running
+        self._sequencer = self._running = None
+        if sequencer is None or running is None:
+            return
+        sequencer.stop()
+        await asyncio.wait([running], timeout=max(drain_s, 0.05))
+        running.cancel()
+        await asyncio.wait([running])
+        self._fresh_s = None
+        if self._stopping:
+            return
+        if self._tail is not None and sequencer.led and sequencer.pipeline.clean and not self._diverged:
+            sequencer.machine.stand_down()
+            self._tail = Tail(sequencer.machine)
+            self._hooks.restarted(self.number)
+        elif self._tail is not None:
+            self._discard("it holds what may not be in the journal")
+
+    async def close(self) -> None:
+        """Let go of everything. May be called in any state, and twice."""
+        self._stopping = True
+        self.hint()
+        if self.role in (Role.LEADER, Role.PROMOTING):
+            await self.demote(self._call_timeout_s)
+        async with self._turning:
+            if not self._closed:
+                self._closed = True
+                await self._thread.call(self._journal.close)
+                self._thread.stop()
+                self._tail = None
+
+    # ------------------------------------------------------------ snapshots
+
+    async def keep_snapshots(self, keeper: SnapshotKeeper) -> None:
+        """Cut a snapshot when it is time, and trim the journal behind the ones before. Raises what goes
+        wrong; the journal then grows until the next attempt."""
+        size = await self._call(self._journal.size)
+        if not keeper.due(size):
+            return
+        upto_seq = await keeper.cut(self._journal.snapshots)
+        if upto_seq:
+            await self._call(self._journal.trim, upto_seq)
+        keeper.trimmed(await self._call(self._journal.size))
+
+    # ------------------------------------------------------------ asking the leader
 
     @property
     def ready(self) -> bool:
-        """Whether it may serve: leading, with its take-over durable, and not on its way out."""
+        """Whether it leads and may answer for the shard now, by its own clock."""
+        return self.role is Role.LEADER and self._clock.now_s() < self.lease_until_s and not self._stopping
+
+    def _leading(self) -> Sequencer:
         sequencer = self._sequencer
-        return sequencer is not None and sequencer.led and not self._stopping.is_set()
+        if sequencer is None or self.role is not Role.LEADER or self._stopping:
+            raise self._not_leader()
+        if self._clock.now_s() >= self.lease_until_s:
+            raise NotLeader(self.number, "our lease is over; another may lead already")
+        return sequencer
+
+    def _not_leader(self) -> NotLeader:
+        leader, url = self._hooks.leader(self.number)
+        if url:
+            return NotLeader(self.number, f"replica {leader} leads shard {self.number}", leader, url)
+        return NotLeader(self.number, f"{self.status}: {self.reason}")
 
     @property
     def machine(self) -> Machine:
-        """The machine, while it may be asked: never after `stop`, when another process may lead already."""
-        sequencer = self._sequencer
-        if sequencer is None or not sequencer.led or self._stopping.is_set():
-            raise ShardUnavailable("not_ready", f"{self.status}: {self.reason}")
-        return sequencer.machine
-
-    @property
-    def cluster(self) -> str:
-        return self.machine.state.cluster
-
-    @property
-    def epoch(self) -> int:
-        return self.machine.state.epoch
-
-    @property
-    def durable_seq(self) -> int:
-        sequencer = self._sequencer
-        return 0 if sequencer is None else sequencer.durable_seq
+        """The machine of the leader. Raises NotLeader when this is not it."""
+        return self._leading().machine
 
     @property
     def stuck(self) -> str:
@@ -237,16 +474,28 @@ class Shard:
         sequencer = self._sequencer
         return "" if sequencer is None else sequencer.stuck
 
+    @property
+    def stalled_s(self) -> float:
+        """For how long our append has not come through."""
+        sequencer = self._sequencer
+        return 0.0 if sequencer is None else sequencer.stalled_s
+
     def read(self, command: cmd.Command) -> Any:
-        """Answer at once from durable state (and leader memory)."""
-        return self.machine.read(command, self._clock.now_ms())
+        """Answer at once from durable state (and leader memory). Leader only: the lease is looked at before
+        and after, so that a process that stood still meanwhile answers nothing."""
+        reply = self._leading().machine.read(command, self._clock.now_ms())
+        self._leading()
+        return reply
 
     async def submit(self, command: cmd.Command) -> Any:
-        """Decide through the journal; what is returned is durable."""
-        sequencer = self._sequencer
-        if sequencer is None or not sequencer.led:
-            raise ShardUnavailable("not_ready", f"{self.status}: {self.reason}")
-        return await sequencer.submit(command)
+        """Decide through the journal; what is returned is durable. Leader only."""
+        if (
+            self._shards > 1
+            and isinstance(command, cmd.StartWrite)
+            and self._leading().machine.short(command)
+        ):
+            await self._hooks.before_write(self.number, command)
+        return await self._leading().submit(command)
 
     async def take_tasks(self, command: cmd.TakeTasks, wait_ms: int) -> Tasks | Rejection:
         """Long poll: at once when there is work (or a refusal), else when there is some, or empty after
@@ -255,15 +504,69 @@ class Shard:
         while True:
             reply: Tasks | Rejection = self.read(command)
             left_s = deadline_s - self._clock.now_s()
-            if isinstance(reply, Rejection) or reply.tasks or left_s <= 0 or self._stopping.is_set():
+            if isinstance(reply, Rejection) or reply.tasks or left_s <= 0 or self._stopping:
                 return reply
             await asyncio.sleep(min(TICK_MS / 1000, left_s))
 
-    # ------------------------------------------------------------ views
+    def errands(self) -> Any:
+        """What the catalogue has to be told now. Leader only."""
+        return self._leading().machine.errands(self._clock.now_ms())
+
+    async def settled(self) -> Machine:
+        """The machine at a moment when it says exactly what the journal says. Leader or follower."""
+        while (sequencer := self._sequencer) is not None and not sequencer.pipeline.clean:
+            await asyncio.sleep(0.001)
+        return self.state
+
+    # ------------------------------------------------------------ views, in every role
+
+    @property
+    def state(self) -> Machine:
+        """The machine, whatever the role. Raises ShardUnavailable when there is none now."""
+        if self._tail is None or self._closed:
+            raise ShardUnavailable("not_ready", f"{self.status}: {self.reason}")
+        return self._tail.machine
+
+    @property
+    def staleness_ms(self) -> int:
+        """How old at most what is told here is; 0 for the leader, UNKNOWN_MS when nobody can say."""
+        if self.ready:
+            return 0
+        if self._fresh_s is None:
+            return UNKNOWN_MS
+        return int((self._clock.now_s() - self._fresh_s) * 1000)
+
+    @property
+    def cluster(self) -> str:
+        """The cluster's id, "" while it is not known."""
+        return "" if self._tail is None else self._tail.machine.state.cluster
+
+    @property
+    def epoch(self) -> int:
+        """Of the state that it has now, 0 without one."""
+        return 0 if self._tail is None else self._tail.machine.state.epoch
+
+    @property
+    def durable_seq(self) -> int:
+        """Up to where its answers know the journal."""
+        if self._sequencer is not None:
+            return self._sequencer.durable_seq
+        return 0 if self._tail is None else self._tail.applied_seq
+
+    def look(self, command: cmd.Lookup) -> Any:
+        """A lookup without a lease, from durable state, in any role. Raises ShardUnavailable when there is no
+        state."""
+        assert not command.lease_ms and not command.engine, "only the leader gives leases"
+        return self.state.read(command, self._view_ms())
+
+    def home(self, instance: str) -> int | None:
+        """The shard where an instance lives, by this state; None: it knows no such instance."""
+        known = None if self._tail is None else self._tail.machine.state.instances.get(instance)
+        return None if known is None else getattr(known, "home", 0)
 
     def instance(self, name: str) -> InstanceInfo | None:
         """What a request about the instance needs, None when there is none."""
-        instance = self.machine.state.instances.get(name)
+        instance = self.state.state.instances.get(name)
         if instance is None:
             return None
         info = self._instances.get(name)
@@ -274,35 +577,56 @@ class Shard:
 
     def storage(self, number: int) -> StorageInfo:
         """The storage of that number."""
-        storage = self.machine.state.storage_of[number]
+        storage = self.state.state.storage_of[number]
         return StorageInfo(storage.id, storage.kind, storage.options)
 
     def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Struct]:
         """Views of the registered things of a kind by id: at most `limit` behind `after`."""
-        return self.machine.describe(kind, self._clock.now_ms(), after, limit)
+        return self.state.describe(kind, self._view_ms(), after, limit)
+
+    def describe_one(self, kind: str, id: str) -> Struct | None:
+        """View of one registered thing."""
+        return self.state.describe_one(kind, id, self._view_ms())
+
+    def _view_ms(self) -> int:
+        # a follower has no clock of its own: it tells how things stood at the last event
+        return self._clock.now_ms() if self._sequencer is not None else self.state.state.now_ms
 
     def usages(self, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
         """(id, (bytes, blocks, deleting bytes, deleting blocks)) of all tenants, groups, instances or
         storages."""
-        return self.machine.usages(kind)
-
-    def gauges(self) -> dict[str, float]:
-        """Numbers of now, for a scrape; also while it may not serve."""
-        sequencer = self._sequencer
-        if sequencer is None or not self.ready:
-            return {"ready": 0, "epoch": 0, "durable_seq": self.durable_seq, "writes_refused": 1}
-        return {
-            "ready": 1,
-            "epoch": sequencer.machine.state.epoch,
-            "durable_seq": sequencer.durable_seq,
-            "writes_refused": float(bool(sequencer.stuck)),
-            **sequencer.machine.gauges(),
-        }
-
-    def describe_one(self, kind: str, id: str) -> Struct | None:
-        """View of one registered thing."""
-        return self.machine.describe_one(kind, id, self._clock.now_ms())
+        return self.state.usages(kind)
 
     def block(self, instance: str, group: str | None, key: bytes) -> BlockDetail | Rejection:
         """Everything known of one block."""
-        return self.machine.block(instance, group, key)
+        return self.state.block(instance, group, key)
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers of now, for a scrape; also while it may not serve."""
+        ready = self.ready
+        tail = self._tail
+        told = {
+            "ready": float(ready),
+            "leads": float(ready),
+            "epoch": float(self.epoch),
+            "durable_seq": float(self.durable_seq),
+            "writes_refused": float(not ready or bool(self.stuck)),
+            "staleness_ms": float(self.staleness_ms),
+            "append_stalled_ms": self.stalled_s * 1000,
+            "rebuilds": float(self.rebuilds),
+        }
+        if ready and tail is not None:
+            told.update(tail.machine.gauges())
+        return told
+
+
+def _read_some(journal: Journal, after_seq: int) -> tuple[list[Batch], bool]:
+    """Some batches after a seq, and whether these were all."""
+    batches: list[Batch] = []
+    size = 0
+    for batch in journal.read(after_seq):
+        batches.append(batch)
+        size += len(batch.payload)
+        if len(batches) >= BATCHES_PER_READ_MAX or size >= BYTES_PER_READ_MAX:
+            return batches, False
+    return batches, True

@@ -5,8 +5,9 @@ snapshot is proved by an independent replay (the way a follower will do it).
 """
 
 import asyncio
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from metaservice.journal.port import JournalSize
 from metaservice.journal.snapshots import SnapshotStore
@@ -19,12 +20,14 @@ class SnapshotKeeper:
         self,
         cut_command: Sequence[str],
         *,
+        environment: Mapping[str, str] | None = None,
         batches_max: int = 20_000,
         bytes_max: int = 64 * 1024 * 1024,
         check_s: float = 5.0,
         timeout_s: float = 600.0,
     ) -> None:
         self._command = list(cut_command)
+        self._environment = {**os.environ, **(environment or {})}
         self._batches_max = batches_max
         self._bytes_max = bytes_max
         self.check_s = check_s
@@ -42,7 +45,11 @@ class SnapshotKeeper:
     async def cut(self, store: SnapshotStore) -> int:
         """Cut one; returns the seq up to which the journal may be trimmed now (0: none yet)."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *self._command, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            sys.executable,
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=self._environment,
         )
         try:
             async with asyncio.timeout(self._timeout_s):

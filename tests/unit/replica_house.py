@@ -19,9 +19,11 @@ from metaservice.core.replies import Finished, Looked, Started
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
 from metaservice.journal.sqlite import SqliteJournal
+from metaservice.leadership.single import SingleLeadership
 from metaservice.replica import shard as replica_shard
 from metaservice.replica.errors import ShardUnavailable
-from metaservice.replica.shard import Clock, Shard
+from metaservice.replica.node import Pace, Replica
+from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
 
 LIMITS = Limits(lease_ms_max=1_000, reclaim_delay_ms=100, late_write_ms=200)
@@ -149,6 +151,32 @@ class Told:
         self.reasons.append(reason)
 
 
+class LoneShard(Shard):
+    """The one shard of a replica that is alone, with the replica's life."""
+
+    def __init__(self, bench: "Bench", snapshots: SnapshotKeeper | None) -> None:
+        clock = Clock(bench.clock.start, bench.clock.now_ms, monotonic_s)
+        super().__init__(0, bench.journal(), bench.limits, clock, bench.told, lambda: "c1")
+        self.replica = Replica(
+            "r1", "http://r1", self._alone, SingleLeadership("r1", "http://r1", 1), bench.limits, bench.told,
+            monotonic_s,
+            pace=Pace(look_ms=20),
+            keepers=[snapshots] if snapshots is not None else [],
+        )  # fmt: skip
+
+    def _alone(self, hooks: Hooks) -> list[Shard]:
+        self._hooks = hooks
+        return [self]
+
+    async def start(self) -> None:
+        """Load, and lead."""
+        await self.replica.start()
+
+    async def stop(self) -> None:
+        """Finish what is queued, and let go."""
+        await self.replica.stop()
+
+
 class Bench:
     """One store (`memory` or `sqlite`) on which shards live one after another."""
 
@@ -167,13 +195,12 @@ class Bench:
             return HeldMemoryJournal(self.store, self.gate)
         return HeldSqliteJournal(self.path, self.gate)
 
-    def shard(self, snapshots: SnapshotKeeper | None = None) -> Shard:
+    def shard(self, snapshots: SnapshotKeeper | None = None) -> LoneShard:
         """A shard that has not started."""
-        clock = Clock(self.clock.start, self.clock.now_ms, monotonic_s)
-        return Shard(0, self.journal(), self.limits, clock, self.told, lambda: "c1", snapshots)
+        return LoneShard(self, snapshots)
 
     @asynccontextmanager
-    async def leading(self, snapshots: SnapshotKeeper | None = None) -> AsyncIterator[Shard]:
+    async def leading(self, snapshots: SnapshotKeeper | None = None) -> AsyncIterator[LoneShard]:
         """A started shard; stopped at the end, whatever happens."""
         shard = self.shard(snapshots)
         await shard.start()

@@ -234,12 +234,12 @@ async def test_a_rebuild_that_fails_is_tried_again(bench: Bench, monkeypatch: py
         await fill(shard, chain(2))
         failures = 2
 
-        def failing(journal: Any, number: int, limits: Any) -> Machine:
+        def failing(journal: Any, number: int, limits: Any, shards: int) -> Machine:
             nonlocal failures
             failures -= 1
             if failures >= 0:
                 raise JournalFailed("journal", "reading", "Input/output error")
-            return replay(journal, number, limits)
+            return replay(journal, number, limits, shards)
 
         monkeypatch.setattr(replica_shard, "replay", failing)
         await poison(shard)
@@ -249,7 +249,7 @@ async def test_a_rebuild_that_fails_is_tried_again(bench: Bench, monkeypatch: py
 
 
 async def test_start_says_why_it_cannot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(journal: Any, number: int, limits: Any) -> Machine:
+    def failing(journal: Any, number: int, limits: Any, shards: int) -> Machine:
         raise CorruptJournal("journal", 7, "its checksum does not match")
 
     monkeypatch.setattr(replica_shard, "replay", failing)

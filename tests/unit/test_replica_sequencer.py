@@ -352,7 +352,7 @@ async def test_nobody_is_answered_before_the_take_over_is_durable(any_bench: Ben
     starting = asyncio.create_task(shard.start())
     await until(lambda: any_bench.gate.waiting, "the take-over's append begins")
     assert not shard.ready
-    with pytest.raises(ShardUnavailable, match="leading") as raised:
+    with pytest.raises(ShardUnavailable, match="promoting") as raised:
         shard.read(cmd.Lookup(instance="i", keys=chain(1)))
     assert raised.value.code == "not_ready"
     assert (await refusal(shard, cmd.PutTenant(tenant="t"))).code == "not_ready"
