@@ -16,15 +16,16 @@ PREFIX = "ucm-local-"
 LOCK = "lock"
 HOST = "127.0.0.1"
 LOWEST_PORT = 15_000
-UNLOCKED_AGE_S = 60.0
-"""A folder without its lock may be in the making; older than this it is left over."""
+YOUNG_S = 60.0
+"""A folder younger than this may be in the making, and not locked yet."""
 
 _given: set[int] = set()
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of this process, removed at the end. What killed processes left behind of theirs goes first.
+    """A folder of this process, removed at the end unless it is to `keep`. What killed processes left behind
+    of theirs goes first.
 
     Others may pass through it, though not look into it: a database may run as another user than its starter.
     """
@@ -36,7 +37,13 @@ def temporary_folder() -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if (folder / LOCK).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep(folder: Path) -> None:
+    """Let a temporary folder stay, for good."""
+    (folder / LOCK).unlink(missing_ok=True)
 
 
 def sweep() -> None:
@@ -44,21 +51,19 @@ def sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with suppress(OSError):
             found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                continue
-            if _left_over(folder, time.time() - found.st_mtime):
+            mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if mine and time.time() - found.st_mtime > YOUNG_S and _left_over(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _left_over(folder: Path, age_s: float) -> bool:
+def _left_over(folder: Path) -> bool:
+    """Whether it has a lock that nobody holds."""
     try:
         with (folder / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return age_s > UNLOCKED_AGE_S
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
         return False
-    except FileNotFoundError:
-        return age_s > UNLOCKED_AGE_S
+    return True
 
 
 def free_port() -> int:
