@@ -66,8 +66,11 @@ REPLICATED_LAWS = (
         "a leader that was cut off, or a follower, may name a block for so long after it was removed",
     ),
     _law("2 * poll_ms", "staleness_ms_max", "a follower that misses one poll must not be too stale"),
-    _law("handover_ms", "lead_ttl_ms", "a planned handover must not take longer than a crash"),
-    _law("handover_ms", "grace_ms", "the shards are handed over before the process ends"),
+    _law(
+        "handover_ms",
+        "lead_ttl_ms",
+        "a successor that does not take what it was handed must not cost more than a crash",
+    ),
 )
 """Hold where other replicas may take over: leadership other than single."""
 
@@ -144,6 +147,8 @@ class _Checks:
                 f"but {self._value('journal')}: the database would not be used; did you mean "
                 f"{self._name('journal')} postgres?",
             )
+        if config.journal == "sqlite" and config.shards > 1:
+            self._fail("shards", f"but {self._value('journal')}: the embedded journal holds one shard")
         if config.postgres_dsn:
             scheme, separator, rest = config.postgres_dsn.partition("://")
             if scheme not in DSN_SCHEMES or not separator or not rest.strip("/"):

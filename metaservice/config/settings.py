@@ -161,7 +161,7 @@ _TEXT: dict[str, dict[str, str]] = {
         "poll_ms": "how often a follower reads the journal",
         "staleness_ms_max": "how far behind a follower's answer may be; bytes are kept so much longer",
         "spread": "lead each shard on a replica of its own, as far as there are some, by planned handover",
-        "handover_ms": "how long a planned handover may take before it is given up",
+        "handover_ms": "how long the others leave a shard that was handed over to its successor",
         "etcd_endpoints": "URLs of all members of etcd",
         "etcd_prefix": "where the keys are; another one for each cluster that shares an etcd",
         "etcd_ca": "certificates (PEM) that etcd's must be signed by; without it: those of the system",
