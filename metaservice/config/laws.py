@@ -12,7 +12,7 @@ from metaservice.config.settings import CLOCK_STEP_MS, SETTINGS, Config, ConfigE
 DRIFT_SHARE = 50
 """Two machines' monotonic clocks may differ by one part in so many."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,47}")
 DSN_SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
 
 
@@ -126,7 +126,7 @@ class _Checks:
             self._url("advertise", self._config.advertise)
         if not SCHEMA.fullmatch(self._config.postgres_schema):
             self._fail(
-                "postgres_schema", "expected 1 to 63 small letters, digits or '_', with no digit first"
+                "postgres_schema", "expected 1 to 48 small letters, digits or '_', with no digit first"
             )
         if not self._config.etcd_prefix.startswith("/") or self._config.etcd_prefix.endswith("/"):
             self._fail("etcd_prefix", "expected a path such as /ucm, without a slash at its end")

@@ -46,6 +46,8 @@ class Config(Struct, kw_only=True, frozen=True):
     postgres_dsn: str = ""
     postgres_schema: str = "ucm"
     postgres_timeout_ms: int = 2_000
+    postgres_pooler: bool = False
+    postgres_notify: bool = True
     snapshot_batches: int = 20_000
     snapshot_bytes: int = 64 * 1024 * 1024
     snapshot_check_ms: int = 5_000
@@ -147,6 +149,8 @@ _TEXT: dict[str, dict[str, str]] = {
         "postgres_schema": "schema that holds the tables; made when it is not there",
         "postgres_timeout_ms": "deadline of one statement; an append that passes it is read back before "
         "anything else is appended",
+        "postgres_pooler": "a PgBouncer that pools transactions is in between; safe through it, and slower",
+        "postgres_notify": "appends wake the followers, which otherwise look every poll_ms",
         "snapshot_batches": "cut a snapshot when the journal has grown by so many batches",
         "snapshot_bytes": "cut a snapshot when the journal has grown by so many bytes",
         "snapshot_check_ms": "how often it is looked whether a snapshot is due",

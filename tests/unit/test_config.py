@@ -44,6 +44,8 @@ GIVEN: dict[str, tuple[str, object]] = {
     "etcd_cert": ("7", Path("7")),
     "etcd_key": ("7", Path("7")),
     "postgres_schema": ("seven", "seven"),
+    "postgres_pooler": ("true", True),
+    "postgres_notify": ("false", False),
 }
 """A value other than the default for each setting, as text and as it is read; 7 for those not named."""
 
@@ -56,11 +58,12 @@ def given(name: str) -> tuple[str, object]:
 
 def test_every_setting_has_a_flag_a_variable_and_a_key(tmp_path: Path) -> None:
     names = [name for name in Config.__struct_fields__ if name != "limits"]
-    flags = [
-        f"--{name.replace('_', '-')}={given(name)[0]}"
-        for name in names
-        if name not in ("allow_remote", "spread")
-    ]
+    flags = []
+    for name in names:
+        text, value = given(name)
+        flag = SETTINGS[name].flag
+        switch = flag if value else f"--no-{flag[2:]}"
+        flags.append(switch if isinstance(value, bool) else f"{flag}={text}")
     variables = {f"UCM_{name.upper()}": given(name)[0] for name in names}
     file = tmp_path / "ucm.toml"
     lines = []
@@ -70,7 +73,7 @@ def test_every_setting_has_a_flag_a_variable_and_a_key(tmp_path: Path) -> None:
         lines.append(f"{name} = {json.dumps(value if plain else str(value))}")
     file.write_text("\n".join(lines))
     ways = (
-        parse([*flags, "--allow-remote", "--no-spread"], {}),
+        parse(flags, {}),
         parse([], variables),
         parse(["--config", str(file)], {}),
         parse([], {"UCM_CONFIG": str(file)}),
