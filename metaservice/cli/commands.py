@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+DEFAULT_URL = "http://127.0.0.1:8600"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Options of these commands belong to the program behind them, which also answers `--help`."""
 
@@ -48,9 +49,7 @@ def demo(context: typer.Context) -> None:
 
 @app.command()
 def status(
-    url: Annotated[
-        str, typer.Option(help="Where the service is.", envvar="UCM_URL")
-    ] = "http://127.0.0.1:8600",
+    url: Annotated[str, typer.Option(help="Where the service is.", envvar="UCM_URL")] = DEFAULT_URL,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a running service is, holds and hears from."""
@@ -59,10 +58,58 @@ def status(
     raise typer.Exit(command.show(url, as_json=json))
 
 
+cluster = typer.Typer(
+    name="cluster", help="Look at a cluster of replicas, and move its leaderships.", no_args_is_help=True
+)
+app.add_typer(cluster)
+
+Urls = Annotated[
+    str,
+    typer.Option(
+        help="Where replicas are, with commas; those that they name are asked too.", envvar="UCM_URL"
+    ),
+]
+TimeoutMs = Annotated[int, typer.Option(min=1, help="How long a replica may take to answer.")]
+
+
+@cluster.command("status")
+def cluster_status(
+    url: Urls = DEFAULT_URL,
+    timeout_ms: TimeoutMs = 2_000,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show who leads which shard, how far the followers are behind, and who does not answer.
+
+    Exit status 1: some shard has no leader.
+    """
+    from metaservice.cli import cluster as command  # noqa: PLC0415
+
+    raise typer.Exit(command.status(_several(url), timeout_ms=timeout_ms, as_json=json))
+
+
+@cluster.command("handover")
+def cluster_handover(
+    shard: Annotated[int, typer.Option(min=0, help="The shard to move.")],
+    to: Annotated[
+        str, typer.Option(help="The replica that shall lead it; without it the leader chooses.")
+    ] = "",
+    url: Urls = DEFAULT_URL,
+    timeout_ms: TimeoutMs = 2_000,
+) -> None:
+    """Move the leadership of a shard to another replica, and wait until that one leads."""
+    from metaservice.cli import cluster as command  # noqa: PLC0415
+
+    raise typer.Exit(command.handover(_several(url), shard, to, timeout_ms=timeout_ms))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
     print(metaservice.__version__)
+
+
+def _several(urls: str) -> list[str]:
+    return [url for piece in urls.split(",") if (url := piece.strip().rstrip("/"))]
 
 
 def _become(module: str, args: list[str]) -> NoReturn:

@@ -297,7 +297,7 @@ class AsyncClient:
         request = self._calling.heads.request(ask.method, ask.path, body, JSON, accept)
         try:
             return await self._transport.exchange(
-                request, now_ms() + self.config.admin_timeout_ms, ask.method != "DELETE"
+                request, now_ms() + self.config.admin_timeout_ms, ask.method in ("GET", "PUT")
             )
         except CallFailed as failed:
             raise client_error(failed) from None
@@ -356,6 +356,11 @@ class AsyncClient:
     async def get_json(self, path: str) -> Any:
         """`GET` of any route that answers with JSON; `path` as `/v1/...`."""
         return admin.json_of(await self._ask(admin.Ask("GET", path)))
+
+    async def post_json(self, path: str, body: Any) -> Any:
+        """`POST` to a route that takes and answers JSON, such as a handover. Sent once: whether one that got
+        no answer was carried out is not known."""
+        return admin.json_of(await self._ask(admin.Ask("POST", path, body)))
 
     async def get_text(self, path: str) -> str:
         """`GET` of any other route, such as `/metrics`."""
