@@ -1,8 +1,8 @@
 """Everything that can go wrong in the journal, one type for each thing that a caller does about it.
 
 A message says what happened, where (path, shard, seq) and what to do. Whether a batch is in the journal is
-never left open: `Fenced`, `JournalFull`, `JournalBusy` and `JournalClosed` mean *not written*; only
-`FateUnknown` means that somebody has to look.
+never left open: `Fenced`, `JournalRegressed`, `JournalFull`, `JournalBusy`, `JournalUnavailable` and
+`JournalClosed` mean *not written*; only `FateUnknown` means that somebody has to look.
 """
 
 
@@ -138,16 +138,17 @@ class JournalUnavailable(JournalError):
 
 
 class JournalRegressed(JournalError):
-    """The store's head is behind what was read from it or written to it before: it lost its newest history,
-    as a failover to a standby that was not synchronous does.
+    """The journal is behind what was read from it or written to it before, or another history has taken its
+    place: a failover to a standby that was not synchronous does that.
 
     What is in memory must not be written again: others may have read the shorter history already. Raise the
     alarm, throw the state away and load what there is.
     """
 
-    def __init__(self, where: str, head_seq: int, known_seq: int) -> None:
+    def __init__(self, where: str, head_seq: int, known_seq: int, reason: str = "") -> None:
+        found = reason or f"it ends at seq {head_seq}"
         super().__init__(
-            f"{where} ends at seq {head_seq} though seq {known_seq} was in it before: its newest history is "
+            f"{where} went back: {found}, though seq {known_seq} was in it before; its newest history is "
             "lost (a failover to an asynchronous standby?); going on from what there is"
         )
         self.head_seq = head_seq
@@ -177,13 +178,16 @@ class JournalMissing(JournalError):
 
 
 class JournalFailed(JournalError):
-    """The store itself failed (I/O,
-    permission, read-only file system). No batch was acknowledged by this call.
+    """The store itself failed (I/O, permission, read-only file system), or is not what it should be. No batch
+    was acknowledged by this call, and trying again changes nothing before an operator does something.
     """
 
-    def __init__(self, where: str, doing: str, reason: str) -> None:
-        super().__init__(
-            f"{where} failed ({doing}): {reason}; check the disk, the mount and the permissions, "
-            "then start again"
-        )
+    def __init__(
+        self,
+        where: str,
+        doing: str,
+        reason: str,
+        advice: str = "check the disk, the mount and the permissions, then start again",
+    ) -> None:
+        super().__init__(f"{where} failed ({doing}): {reason}; {advice}")
         self.reason = reason

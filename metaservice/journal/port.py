@@ -68,7 +68,9 @@ class JournalReader(Protocol):
 
         `after_seq` is 0, a snapshot's seq, or the `last_seq` of a batch (else ValueError). Each batch is
         checked for contiguity and checksum: CorruptJournal names the seq. JournalTrimmed when what is asked
-        for was trimmed, also midway. Appends and trims may go on between two batches.
+        for was trimmed, also midway, unless the store had read it ahead. JournalRegressed when the journal
+        ends before `after_seq`. JournalUnavailable when the store cannot be asked. Appends and trims may go
+        on between two batches.
         """
         ...
 
@@ -85,10 +87,12 @@ class Journal(JournalReader, Protocol):
     """A shard's journal, held by its one writer."""
 
     def open(self) -> OpenReport:
-        """Takes the writer lock, verifies every batch and the snapshots, and cuts a damaged tail.
+        """Takes the writer lock, verifies every batch and the snapshots, and cuts a damaged tail. A store
+        that replicas share takes no lock, for `claim()` is the fence there, and scans nothing: whoever reads
+        finds damage, and nothing is cut.
 
-        Raises JournalLocked, CorruptJournal (damage that a cut would not mend) or UnsupportedVersion; the
-        journal is then closed and unchanged.
+        Raises JournalLocked, CorruptJournal (damage that a cut would not mend), UnsupportedVersion or
+        JournalUnavailable; the journal is then closed and unchanged.
         """
         ...
 
@@ -102,9 +106,10 @@ class Journal(JournalReader, Protocol):
     def append(self, first_seq: int, last_seq: int, epoch: int, payload: bytes) -> None:
         """One batch, durable when this returns. `payload` is a sealed frame (`codec.encode_batch`).
 
-        Raises Fenced unless `epoch` is the newest claimed and `first_seq` is head + 1; JournalFull and
-        JournalBusy (not written, try again); FateUnknown, after which every append raises it until
-        `resolve()` has answered; ValueError for `last_seq < first_seq` or a payload that is no frame.
+        Raises Fenced unless `epoch` is the newest claimed and `first_seq` is head + 1; JournalFull,
+        JournalBusy and JournalUnavailable (not written, try again); JournalRegressed (not written either);
+        FateUnknown, after which every append raises it until `resolve()` has answered; ValueError for
+        `last_seq < first_seq` or a payload that is no frame.
         """
         ...
 
@@ -120,7 +125,8 @@ class Journal(JournalReader, Protocol):
         """Removes whole batches up to `upto_seq`, and returns the seq up to which the journal is trimmed now.
 
         Never past `snapshots.trim_limit()`, so that a damaged newest snapshot can still be replaced by the
-        one before it and the journal. Call `snapshots.latest()` in another thread first: verifying a large
-        snapshot here would hold the appends up. May raise JournalFull, having trimmed a part.
+        one before it and the journal; nor, where replicas share the store, past the slowest live follower.
+        Call `snapshots.latest()` in another thread first: verifying a large snapshot here would hold the
+        appends up. May raise JournalFull, having trimmed a part.
         """
         ...

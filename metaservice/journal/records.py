@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from metaservice.journal.errors import CorruptBatch, CorruptJournal, JournalTrimmed
+from metaservice.journal.errors import CorruptBatch, CorruptJournal, JournalRegressed, JournalTrimmed
 from metaservice.journal.frame import BATCH_BYTES_MAX, check_shape, check_version
 from metaservice.journal.port import Batch, CutReport
 from metaservice.journal.snapshots import SnapshotInfo
@@ -156,9 +156,7 @@ def read_batches(
         if seq == marks.head_seq + 1:
             return
         if seq > marks.head_seq:
-            raise CorruptJournal(
-                where, seq, f"its head is seq {marks.head_seq}, behind what was read or loaded before"
-            )
+            raise JournalRegressed(where, marks.head_seq, seq - 1)
         if record is None:
             if seq == after_seq + 1 and inside(seq):
                 raise ValueError(f"seq {after_seq} is inside a batch of {where}, not at the end of one")

@@ -12,6 +12,7 @@ from metaservice.journal.errors import (
     JournalFull,
     JournalLocked,
     JournalMissing,
+    JournalRegressed,
     UnsupportedVersion,
 )
 from metaservice.journal.memory import AppendFault
@@ -80,9 +81,9 @@ def test_a_read_that_begins_inside_a_batch_is_a_callers_error(journal: Journal) 
 
 def test_a_reader_ahead_of_the_journal_is_told(journal: Journal) -> None:
     append_to(journal, journal.claim(), 1, 2)
-    with pytest.raises(CorruptJournal) as caught:
+    with pytest.raises(JournalRegressed) as caught:
         list(journal.read(5))
-    assert caught.value.seq == 6
+    assert (caught.value.known_seq, caught.value.head_seq) == (5, 2)
 
 
 def test_a_reader_of_a_journal_that_nobody_made_is_told(bench: JournalBench) -> None:
