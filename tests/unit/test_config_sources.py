@@ -8,7 +8,7 @@ import pytest
 
 from metaservice.config import ConfigError, load, parse
 from metaservice.config.document import page
-from metaservice.config.settings import SETTINGS, Config
+from metaservice.config.settings import _TEXT, SETTINGS, Config
 from metaservice.core.model import Limits
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -219,6 +219,11 @@ def test_docs_configuration_is_the_generated_page() -> None:
     assert written == page() == told, "run: python -m metaservice.config.document > docs/configuration.md"
     for name in (*Config.__struct_fields__, *Limits.__struct_fields__):
         assert name == "limits" or f"| `{name}` |" in written
+
+
+def test_every_setting_has_a_text_and_every_text_a_setting() -> None:
+    assert [name for name, setting in SETTINGS.items() if not setting.text] == []
+    assert {name for texts in _TEXT.values() for name in texts} == SETTINGS.keys()
 
 
 def test_defaults_in_the_table_are_those_of_the_structs() -> None:
