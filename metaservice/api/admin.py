@@ -10,21 +10,22 @@ from starlette.routing import Match
 
 import metaservice
 
+from .call import request_id_of
 from .documents import PROBLEM_RESPONSES
 from .errors import ApiError, problem_response
-from .handlers import request_id_of
 from .hot import HotRoutes
 from .http import HttpRequest
 from .media import MSGPACK
 from .openapi import document
-from .port import ShardPort
 from .respond import WireRoute, encoded
 from .routes.catalogue import add_catalogue_routes
+from .routes.cluster import add_cluster_routes
 from .routes.system import add_system_routes
+from .routing import Routing
 from .settings import ApiSettings
 
 
-def build_admin(shard: ShardPort, settings: ApiSettings, hot: HotRoutes) -> FastAPI:
+def build_admin(routing: Routing, settings: ApiSettings, hot: HotRoutes) -> FastAPI:
     """The admin application. Its scope must carry the HttpRequest under `ucm.request`."""
     app = FastAPI(
         title="UcmMetaService",
@@ -36,8 +37,9 @@ def build_admin(shard: ShardPort, settings: ApiSettings, hot: HotRoutes) -> Fast
         responses=PROBLEM_RESPONSES,
     )
     app.router.route_class = WireRoute
-    add_catalogue_routes(app.router, shard, settings)
-    add_system_routes(app.router, shard)
+    add_catalogue_routes(app.router, routing, settings)
+    add_system_routes(app.router, routing, settings)
+    add_cluster_routes(app.router, routing)
     schema: list[bytes] = []
 
     @app.get("/openapi.json", include_in_schema=False)

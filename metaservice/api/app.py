@@ -8,13 +8,16 @@ from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import Tracer
 
 from .admin import build_admin
+from .call import NOWHERE, request_id_of
 from .errors import FAULT, ApiError, error_of, problem_response
-from .handlers import request_id_of
+from .forward import Forwarder, led_elsewhere
 from .hot import HotRoutes
 from .http import SPECIAL_HEADERS, Answer, Headers, HttpRequest, HttpResponse
 from .media import JSON, MSGPACK
 from .names import unquoted
-from .port import ShardPort
+from .peers import Peers
+from .port import ReplicaPort
+from .routing import Routing
 from .settings import ApiSettings
 
 log = logging.getLogger("metaservice.api")
@@ -27,6 +30,8 @@ _LIVE = HttpResponse(200, JSON, b'{"status":"live"}')
 _READY = HttpResponse(200, JSON, b'{"status":"ready"}')
 _PROBES = ("/livez", "/readyz", "/metrics")
 _READS = frozenset({"GET", "HEAD"})
+TRIES_MAX = 2
+"""Once more when the leadership came here while a request was to be passed on."""
 
 
 class App:
@@ -34,18 +39,24 @@ class App:
     server.
     """
 
-    def __init__(self, shard: ShardPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings) -> None:
+    def __init__(
+        self, replica: ReplicaPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings, peers: Peers
+    ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.draining = False
-        self._shard = shard
+        self._replica = replica
         self._tracer = tracer
-        self._hot = HotRoutes(shard, metrics, tracer, settings)
-        self._admin = build_admin(shard, settings, self._hot)
+        self._forwarder = Forwarder(replica, peers, metrics, settings)
+        routing = Routing(replica)
+        self._hot = HotRoutes(routing, self._forwarder, metrics, tracer, settings)
+        self._admin = build_admin(routing, settings, self._hot)
         self._unmatched = metrics.route("any", "unmatched")
         self._probes = {path: metrics.route("GET", path) for path in _PROBES}
-        metrics.watch_usage(lambda kind: shard.usages(kind) if shard.ready else ())
-        metrics.watch_gauges(shard.gauges)
+        catalogue = routing.catalogue
+        # Totals over all shards are known to the catalogue's leader, and told by it alone.
+        metrics.watch_usage(lambda kind: catalogue.usages(kind) if catalogue.ready else ())
+        metrics.watch_gauges(replica.gauges)
 
     # ------------------------------------------------------------ requests
 
@@ -76,7 +87,7 @@ class App:
 
     def end_polls(self) -> None:
         """Answer all waiting long polls, with nothing."""
-        self._hot.handlers.stopping.set()
+        self._forwarder.stopping.set()
 
     # ------------------------------------------------------------ probes
 
@@ -105,8 +116,9 @@ class App:
     def _ready(self, request: HttpRequest) -> HttpResponse:
         if self.draining:
             return self._told(request, ApiError("not_ready", "the service is stopping"))
-        if not self._shard.ready:
-            return self._told(request, ApiError("not_ready", f"{self._shard.status}: {self._shard.reason}"))
+        replica = self._replica
+        if not replica.ready:
+            return self._told(request, ApiError("not_ready", f"{replica.status}: {replica.reason}"))
         return _READY
 
     def _scrape(self, request: HttpRequest) -> HttpResponse:
@@ -123,7 +135,7 @@ class App:
             span = self._tracer.start("admin", request.traceparent)
         template = ""
         try:
-            response, template = await self._through_admin(request, segments)
+            response, template = await self._here_or_elsewhere(request, segments)
             if template:
                 stats = self.metrics.route(request.method, template)
         except Exception as failure:
@@ -133,6 +145,21 @@ class App:
             attributes = {"http.request.method": request.method, "http.route": template}
             self._tracer.end(span, attributes, response.status)
         return response
+
+    async def _here_or_elsewhere(self, request: HttpRequest, segments: list[str]) -> tuple[HttpResponse, str]:
+        """The answer and the template of its route, from the leader where another replica leads."""
+        for _ in range(TRIES_MAX):
+            try:
+                return await self._through_admin(request, segments)
+            except Exception as error:
+                failure = error
+            shard = led_elsewhere(failure, NOWHERE, self._replica)
+            if shard == NOWHERE:
+                break
+            response = await self._forwarder.elsewhere(request, shard)
+            if response is not None:
+                return response, ""
+        raise failure
 
     async def _through_admin(self, request: HttpRequest, segments: list[str]) -> tuple[HttpResponse, str]:
         """Run the FastAPI application on a complete request; gives its response and the template of its
@@ -258,6 +285,10 @@ def _collected(sent: list[Message]) -> HttpResponse:
     )
 
 
-def build_app(shard: ShardPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings) -> App:
-    """The application over one shard. It holds no state of the domain and starts nothing by itself."""
-    return App(shard, metrics, tracer, settings)
+def build_app(
+    replica: ReplicaPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings, peers: Peers
+) -> App:
+    """The application over one replica. It holds no state of the domain and starts nothing by itself; `peers`
+    reaches the other replicas, and is closed by whoever made it.
+    """
+    return App(replica, metrics, tracer, settings, peers)

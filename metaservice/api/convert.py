@@ -6,12 +6,10 @@ No rule lives here.
 from typing import Protocol
 
 from metaservice.core import commands
-from metaservice.core.ids import caller_name, parse_name
+from metaservice.core.ids import caller_name, shard_of
 from metaservice.core.model import Limits
 from metaservice.wire import schemas as wire
 from metaservice.wire.columns import ColumnError, flags_of, key_of, keys_of, numbers_of
-
-from .errors import ApiError
 
 MODES = ("prefix", "window", "state", "each")
 PARTS_MAX = 256
@@ -29,6 +27,10 @@ def lookup(instance: str, info: KeyRule, body: wire.LookupRequest, limits: Limit
     """Raises ColumnError for a key or mode that is not one."""
     if body.mode not in MODES:
         raise ColumnError("invalid_field", "mode", f"expected one of {', '.join(MODES)}")
+    if body.staleness_ms_max is not None and body.lease_ms:
+        raise ColumnError(
+            "invalid_field", "staleness_ms_max", "a lease is the leader's to give: leave one of the two out"
+        )
     length = info.key_length
     return commands.Lookup(
         instance=instance,
@@ -81,11 +83,11 @@ def start_write(
     )
 
 
-def finish(session: str, body: wire.FinishRequest, shard: int, limits: Limits) -> commands.Finish:
-    """Raises ColumnError for a malformed column, ApiError for an id that is no session's."""
+def finish(session: int, body: wire.FinishRequest, limits: Limits) -> commands.Finish:
+    """Raises ColumnError for a malformed column."""
     rows_max = limits.keys_per_request_max
     return commands.Finish(
-        session=session_number(session, shard),
+        session=session,
         engine=body.engine,
         incarnation=body.incarnation,
         locations=numbers_of(body.locations, "Q", "locations", rows_max),
@@ -100,20 +102,20 @@ def finish(session: str, body: wire.FinishRequest, shard: int, limits: Limits) -
     )
 
 
-def renew_write(session: str, body: wire.RenewWriteRequest, shard: int) -> commands.RenewWrite:
-    """Raises ApiError for an id that is no session's."""
+def renew_write(session: int, body: wire.RenewWriteRequest) -> commands.RenewWrite:
+    """Renew the write session of that number."""
     return commands.RenewWrite(
-        session=session_number(session, shard),
+        session=session,
         engine=body.engine,
         incarnation=body.incarnation,
         ttl_ms=body.ttl_ms,
     )
 
 
-def abort(session: str, body: wire.AbortRequest, shard: int) -> commands.Abort:
-    """Raises ApiError for an id that is no session's."""
+def abort(session: int, body: wire.AbortRequest) -> commands.Abort:
+    """Abort the write session of that number."""
     return commands.Abort(
-        session=session_number(session, shard),
+        session=session,
         engine=body.engine,
         incarnation=body.incarnation,
         request_id=body.request_id or "",
@@ -162,13 +164,23 @@ def confirm_task(
 
 
 def unknown_places(worker: str, body: wire.UnknownRequest, limits: Limits) -> commands.Unknown:
-    """Raises ColumnError for malformed columns or columns of different lengths."""
+    """Raises ColumnError for malformed columns, columns of different lengths, or locations of several
+    shards.
+    """
     rows_max = limits.keys_per_request_max
     locations = numbers_of(body.locations, "Q", "locations", rows_max)
     generations = numbers_of(body.generations, "I", "generations", rows_max)
     if len(locations) != len(generations):
         raise ColumnError(
             "column_length", "generations", f"{len(generations)} generations for {len(locations)} locations"
+        )
+    if locations and shard_of(min(locations)) != shard_of(max(locations)):
+        first = shard_of(locations[0])
+        row = next(row for row, location in enumerate(locations) if shard_of(location) != first)
+        raise ColumnError(
+            "invalid_field",
+            f"locations[{row}]",
+            "of another shard than the first: ask each shard by a request of its own",
         )
     return commands.Unknown(
         worker=worker,
@@ -177,17 +189,6 @@ def unknown_places(worker: str, body: wire.UnknownRequest, limits: Limits) -> co
         locations=locations,
         generations=generations,
     )
-
-
-def session_number(session: str, shard: int) -> int:
-    """The number of a write session from its id.
-
-    Raises `session_unknown`: such an id was never given out here.
-    """
-    numbers = parse_name(session, "w", 2)
-    if numbers is None or numbers[0] != shard:
-        raise ApiError("session_unknown", "no write session of this service has this id", "session")
-    return numbers[1]
 
 
 def _leases(lease: str, also: list[str], limits: Limits) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ _STATUSES = {
     411: "The body is missing",
     413: "The body is too large",
     415: "The content type is not read here",
+    421: "Another replica leads the shard; only told to clients that send x-ucm-direct",
     422: "A field is wrong",
     431: "The headers are too large",
     503: "Not now; Retry-After says when",
@@ -37,10 +38,13 @@ REF = "#/components/schemas/{name}"
 class Status(Struct, frozen=True):
     """What a replica is.
 
-    `status` is starting, leading, rebuilding, stopping or stopped; `reason` says why.
+    `status` says what it does now and `reason` why. `role`, `epoch` and `seq` are those of `shard`, the
+    catalogue's; `/v1/cluster` tells of all shards.
     """
 
+    replica: str
     shard: int
+    role: str
     status: str
     reason: str
     ready: bool
@@ -48,6 +52,13 @@ class Status(Struct, frozen=True):
     epoch: int
     seq: int
     versions: dict[str, str]
+
+
+class HandedOver(Struct, frozen=True):
+    """Who leads the shard next."""
+
+    shard: int
+    successor: str
 
 
 class Gone(Struct, frozen=True):
@@ -67,6 +78,7 @@ VIEWS: tuple[type[Struct], ...] = (
     replies.Done,
     replies.InstanceRegistered,
     Status,
+    HandedOver,
     Gone,
 )
 """Everything that admin routes answer with."""

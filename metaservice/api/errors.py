@@ -16,7 +16,7 @@ from metaservice.replica.errors import ShardUnavailable
 from metaservice.wire.columns import ColumnError
 from metaservice.wire.problems import PROBLEMS
 
-from .http import HttpResponse
+from .http import Header, HttpResponse
 
 FIELD_LENGTH_MAX = 200
 MESSAGE_LENGTH_MAX = 500
@@ -45,6 +45,7 @@ class ApiError(Exception):
         facts: dict[str, object] | None = None,
         retry_after_ms: int = 0,
         allow: tuple[str, ...] = (),
+        headers: tuple[Header, ...] = (),
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -53,6 +54,7 @@ class ApiError(Exception):
         self.facts = facts
         self.retry_after_ms = retry_after_ms
         self.allow = allow
+        self.headers = headers
 
 
 class ProblemBody(Struct, kw_only=True, omit_defaults=True):
@@ -79,7 +81,9 @@ def error_of(failure: BaseException) -> ApiError | None:
         case ColumnError():
             return ApiError(failure.code, failure.message, failure.field)
         case ShardUnavailable():
-            return ApiError(failure.code, failure.message, retry_after_ms=failure.retry_after_ms)
+            # To be told of another leader is for the forwarder to say; here it did not get that far.
+            code = "not_ready" if failure.code == "not_leader" else failure.code
+            return ApiError(code, failure.message, retry_after_ms=failure.retry_after_ms)
     return None
 
 
@@ -153,7 +157,7 @@ def problem_response(
         retry_after_ms=wait_ms,
         request_id=request_id,
     )
-    headers: tuple[tuple[bytes, bytes], ...] = ((b"cache-control", b"no-store"),)
+    headers: tuple[Header, ...] = ((b"cache-control", b"no-store"), *error.headers)
     if wait_ms:
         headers += ((b"retry-after", b"%d" % ceil(wait_ms / 1000)),)
     if error.allow:

@@ -2,7 +2,7 @@
 shard.
 
 `HotRoutes.answer` matches, decodes, asks the shard and encodes. Reads are answered at once, commands by a
-coroutine.
+coroutine, and so is what has to be asked elsewhere.
 """
 
 import logging
@@ -15,16 +15,31 @@ from msgspec import Struct
 from metaservice.telemetry.metrics import Metrics, RouteStats
 from metaservice.telemetry.tracing import Tracer
 
+from .call import NOWHERE, Call
 from .decode import BodyDecoder
 from .errors import FAULT, ApiError, error_of, problem_response
-from .handlers import Call, Handler, Handlers
+from .forward import Forwarder, led_elsewhere
+from .handlers import Handler, Handlers
 from .http import Answer, HttpRequest, HttpResponse
 from .media import JSON, MSGPACK, reply_is_msgpack
 from .names import unquoted
-from .port import ShardPort
+from .port import CATALOGUE
+from .routing import Routing
 from .settings import ApiSettings
 
 log = logging.getLogger("metaservice.api")
+
+TRIES_MAX = 3
+"""A call is asked here so often at most: once more when it was refused by a copy of the catalogue that
+was behind, and once more when leadership came here meanwhile.
+"""
+_OF_THE_CATALOGUE = frozenset(
+    {
+        "instance_unknown", "group_unknown", "tenant_unknown", "storage_unknown", "engine_unknown",
+        "worker_unknown", "reregister",
+    }
+)  # fmt: skip
+"""What a shard refuses because of what is registered, as far as it knows."""
 
 _to_json = msgspec.json.Encoder().encode
 _to_msgpack = msgspec.msgpack.Encoder().encode
@@ -59,10 +74,20 @@ Shape = tuple[str, int, str, str]
 
 
 class HotRoutes:
-    """All hot routes over one shard."""
+    """All hot routes of a replica."""
 
-    def __init__(self, shard: ShardPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings) -> None:
-        self.handlers = Handlers(shard, metrics, settings)
+    def __init__(
+        self,
+        routing: Routing,
+        forwarder: Forwarder,
+        metrics: Metrics,
+        tracer: Tracer,
+        settings: ApiSettings,
+    ) -> None:
+        self.handlers = Handlers(routing, forwarder, metrics, settings)
+        self._routing = routing
+        self._replica = routing.replica
+        self._forwarder = forwarder
         self._metrics = metrics
         self._tracer = tracer
         self._settings = settings
@@ -91,6 +116,7 @@ class HotRoutes:
         """The response, or a coroutine of it. Neither raises (but for cancellation)."""
         started = self._metrics.now()
         call = Call(request, segments)
+        body: Any = None
         try:
             if "%" in request.path:
                 segments[3:] = map(unquoted, segments[3:])
@@ -105,31 +131,60 @@ class HotRoutes:
                 call.as_msgpack = sent_msgpack
             reply = route.handler(call, body)
             if isinstance(reply, Coroutine):
-                return self._later(call, route, started, reply)
-            response = HttpResponse(
-                200,
-                MSGPACK if call.as_msgpack else JSON,
-                _to_msgpack(reply) if call.as_msgpack else _to_json(reply),
-            )
+                return self._later(call, route, started, body, reply)
+            response = self._told(call, reply)
         except Exception as failure:
+            if body is not None and self._may_be_cured(call, failure):
+                return self._later(call, route, started, body, _raising(failure))
             response = self._failed(call, failure)
         self._account(call, route, started, response)
         return response
 
     async def _later(
-        self, call: Call, route: Route, started: float, work: "Coroutine[Any, Any, Struct]"
+        self, call: Call, route: Route, started: float, body: Any, work: "Coroutine[Any, Any, Struct]"
     ) -> HttpResponse:
         try:
-            reply = await work
-            response = HttpResponse(
-                200,
-                MSGPACK if call.as_msgpack else JSON,
-                _to_msgpack(reply) if call.as_msgpack else _to_json(reply),
-            )
+            response = await self._settled(call, route, body, work)
         except Exception as failure:
             response = self._failed(call, failure)
         self._account(call, route, started, response)
         return response
+
+    async def _settled(
+        self, call: Call, route: Route, body: Any, work: "Coroutine[Any, Any, Struct]"
+    ) -> HttpResponse:
+        """The answer of this replica, or of the shard's leader. What was refused by a copy of the
+        catalogue that was behind is asked once more. Raises what the caller is to be told.
+        """
+        refreshed = False
+        for _ in range(TRIES_MAX):
+            try:
+                return self._told(call, await work)
+            except Exception as error:
+                failure = error
+            shard = led_elsewhere(failure, call.shard, self._replica)
+            if shard != NOWHERE:
+                wait_ms = getattr(body, "wait_ms", 0)
+                response = await self._forwarder.elsewhere(call.request, shard, wait_ms)
+                if response is not None:
+                    return response
+            elif refreshed or not behind(failure, call) or not await self._replica.refresh():
+                raise failure
+            else:
+                refreshed = True
+            call.shard = call.staleness_ms = NOWHERE
+            work = _awaited(route.handler, call, body)
+        work.close()
+        raise failure
+
+    def _may_be_cured(self, call: Call, failure: Exception) -> bool:
+        return led_elsewhere(failure, call.shard, self._replica) != NOWHERE or behind(failure, call)
+
+    def _told(self, call: Call, reply: Struct) -> HttpResponse:
+        headers = self._routing.stamp(call)
+        if call.as_msgpack:
+            return HttpResponse(200, MSGPACK, _to_msgpack(reply), headers)
+        return HttpResponse(200, JSON, _to_json(reply), headers)
 
     def _failed(self, call: Call, failure: Exception) -> HttpResponse:
         error = error_of(failure)
@@ -160,3 +215,17 @@ class HotRoutes:
 def _shape(segments: list[str]) -> Shape:
     count = len(segments)
     return segments[2], count, segments[4] if count > 4 else "", segments[6] if count > 6 else ""
+
+
+def behind(failure: Exception, call: Call) -> bool:
+    """Whether a call may have been refused only because a copy of the catalogue was behind."""
+    return isinstance(failure, ApiError) and failure.code in _OF_THE_CATALOGUE and call.shard != CATALOGUE
+
+
+async def _raising(failure: Exception) -> Struct:
+    raise failure
+
+
+async def _awaited(handler: Handler, call: Call, body: Any) -> Struct:
+    reply = handler(call, body)
+    return await reply if isinstance(reply, Coroutine) else reply

@@ -5,7 +5,8 @@ from typing import Any
 
 from msgspec import Struct
 
-Headers = list[tuple[bytes, bytes]]
+Header = tuple[bytes, bytes]
+Headers = list[Header]
 
 
 class HttpRequest:
@@ -14,6 +15,9 @@ class HttpRequest:
 
     `on_gone` may be set by whoever works on the request: it is called once when the client went away
     meanwhile. `wait_ms` may be raised by a long poll: the connection allows it that much more time.
+
+    `direct`: the client goes to leaders by itself and wants to be told where they are. `hop`: another
+    replica passed this request on, and it must not travel further.
     """
 
     __slots__ = (
@@ -21,7 +25,9 @@ class HttpRequest:
         "body",
         "content_encoding",
         "content_type",
+        "direct",
         "headers",
+        "hop",
         "keep_alive",
         "method",
         "on_gone",
@@ -44,6 +50,8 @@ class HttpRequest:
         self.accept = b""
         self.request_id = b""
         self.traceparent = b""
+        self.direct = b""
+        self.hop = b""
         self.sized = False
         self.keep_alive = True
         self.wait_ms = 0
@@ -56,7 +64,7 @@ class HttpResponse(Struct, gc=False):
     status: int
     content_type: bytes
     body: bytes
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: tuple[Header, ...] = ()
     close: bool = False
 
 
@@ -69,5 +77,7 @@ SPECIAL_HEADERS = {
     b"content-encoding": "content_encoding",
     b"x-request-id": "request_id",
     b"traceparent": "traceparent",
+    b"x-ucm-direct": "direct",
+    b"x-ucm-hop": "hop",
 }
 """Headers that are kept as attributes of HttpRequest."""

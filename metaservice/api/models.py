@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from metaservice.core import model as core
-from metaservice.core.ids import KEY_LENGTH_MAX, KEY_LENGTH_MIN
+from metaservice.core.ids import KEY_LENGTH_MAX, KEY_LENGTH_MIN, SHARDS_MAX
 
 from .errors import NAME_RULE, ApiError
 from .names import OPENAPI_NAME_PATTERN
@@ -140,11 +140,15 @@ class FingerprintBody(Body):
 
 
 class InstanceBody(Body):
-    """`PUT /v1/instances/{instance}`. The fingerprint can never change under one id."""
+    """`PUT /v1/instances/{instance}`. The fingerprint can never change under one id.
+
+    `shard` names where a new instance lives; without it the one with the fewest instances is taken.
+    """
 
     group: Name
     fingerprint: FingerprintBody
     quota: QuotaBody = QuotaBody()
+    shard: Annotated[int, Field(ge=0, le=SHARDS_MAX - 1)] | None = None
 
 
 class SwitchBody(Body):
@@ -152,3 +156,9 @@ class SwitchBody(Body):
 
     mode: Literal["normal", "read_only", "bypass"]
     reason: Text = ""
+
+
+class HandoverBody(Body):
+    """`POST /v1/cluster/shards/{shard}/handover`. `to` empty: the leader chooses."""
+
+    to: Annotated[str, Field(max_length=128), AfterValidator(_clean)] = ""

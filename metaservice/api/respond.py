@@ -1,17 +1,23 @@
 """How admin routes read and answer: either encoding, by content type and Accept, on FastAPI's own routes."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from fastapi import Query
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+
+from metaservice.replica.errors import NotLeader
 
 from .decode import plain_body
 from .errors import plain
 from .http import HttpRequest, HttpResponse
 from .media import JSON, MSGPACK, body_is_msgpack, reply_is_msgpack
+from .port import ShardPort
+from .routing import local_state
+from .settings import ApiSettings
 
 _READS = frozenset({"GET", "HEAD", "DELETE"})
 
@@ -47,6 +53,24 @@ class _DecodedRequest(Request):
 
     async def json(self) -> Any:
         return self._data
+
+
+Stale = Annotated[
+    bool,
+    Query(
+        description="Take what this replica has, with its age in x-ucm-staleness-ms, also when it follows."
+    ),
+]
+
+
+def reader(shard: ShardPort, stale: bool, settings: ApiSettings) -> tuple[ShardPort, dict[str, str]]:
+    """The shard to answer a view from, and the headers that say how old it is. Raises NotLeader where
+    only the leader may answer.
+    """
+    headers = local_state(shard, stale=stale, staleness_ms_max=settings.staleness_ms_max)
+    if headers is None:
+        raise NotLeader(shard.number, f"shard {shard.number} is led elsewhere")
+    return shard, headers
 
 
 def respond(

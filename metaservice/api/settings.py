@@ -48,6 +48,19 @@ class ApiSettings(Struct, frozen=True, kw_only=True):
     """On shutdown: how long requests are still taken after readiness fell, so that balancers notice."""
     graceful_timeout_ms: int = 5_000
     """On shutdown: how long requests in progress may take before they are cut."""
+    leader_wait_ms: int = 1_000
+    """How long a request waits for a shard's leader to be known, before it is told to come again."""
+    forward_connect_ms: int = 500
+    forward_timeout_ms: int = 5_000
+    """How long another replica may take for a request that was passed on (a long poll: besides its wait)."""
+    forwards_max: int = 256
+    """Requests passed on and not answered yet."""
+    forwarded_bytes_max: int = 64 * 1024 * 1024
+    """The largest answer that is passed back."""
+    staleness_ms_max: int = 5_000
+    """A follower's state that is older answers nobody, whatever the caller allows: bytes may be deleted that
+    it still names.
+    """
     backlog: int = 1_024
     page_size_max: int = 1_000
     uri_rows_per_slice: int = 1_024

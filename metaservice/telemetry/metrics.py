@@ -55,6 +55,9 @@ class Metrics(Collector):
         self.failures = 0
         """Scrapes or counts that met a fault of the telemetry itself."""
         self.refused = Counters("http_refused", "Requests refused by a guard before parsing", ["code"])
+        self.forwarded = Counters(
+            "forwarded", "Requests about shards that are led elsewhere, by what became of them", ["outcome"]
+        )
         self.lookups = Counters("lookups", "Lookups by mode and by what cut them short", ["mode", "cut"])
         self.asked = Counters("lookup_blocks_asked", "Blocks asked for in lookups", ["mode"])
         self.hits = Counters("lookup_blocks_hit", "Blocks of lookups that were hits", ["mode"])

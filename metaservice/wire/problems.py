@@ -77,6 +77,7 @@ _ALL = (
     Problem("in_use", 409, "Others still depend on it"),
     Problem("instance_retiring", 409, "The instance is being removed"),
     # -- not now
+    Problem("not_leader", 421, "Another replica leads the shard"),
     Problem("overloaded", 503, "Too many requests at once", True),
     Problem("not_ready", 503, "The service is starting, stopping or not leading", True),
     Problem("journal_unavailable", 503, "The journal cannot take writes now", True),

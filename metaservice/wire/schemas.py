@@ -104,9 +104,11 @@ class LeaseOutcome(IntEnum):
 class LookupRequest(Request, kw_only=True):
     """`POST /v1/instances/{id}/lookup`. `keys` in prefix order, root first.
 
-    `parent` is the key just before `keys[0]`, when the caller already holds the prefix up to it; without it
-    `keys[0]` must be a root. `lease_ms` > 0 asks for a ReadLease over exactly the returned blocks. `limit`
-    bounds the blocks returned (0: only count what is there to return, no locations).
+    `parent` is the key just before `keys[0]`, when the caller already holds the prefix up to it; without
+    it `keys[0]` must be a root. `lease_ms` > 0 asks for a ReadLease over exactly the returned blocks.
+    `limit` bounds the blocks returned (0: only count what is there to return, no locations).
+    `staleness_ms_max`: a replica that follows may answer from a state that is no older (never with a
+    lease); without it the leader answers.
     """
 
     keys: Keys
@@ -119,6 +121,7 @@ class LookupRequest(Request, kw_only=True):
     engine: Name | None = None
     incarnation: Token | None = None
     request_id: Token | None = None
+    staleness_ms_max: TtlMs | None = None
 
 
 class StorageRef(Reply, kw_only=True):
@@ -163,9 +166,10 @@ class LookupReply(Located, kw_only=True):
     """`hits` blocks from index `start` on are readable (mode `each`: where `hit` is 1); columns are in that
     order.
 
-    `cut` says what ended the run: `none` (all asked blocks are hits), `miss`, `limit` or `switch`; `cut_at`
-    is the index of the first key not returned. `lease` is null when none was asked for or there is nothing to
-    lease.
+    `cut` says what ended the run: `none` (all asked blocks are hits), `miss`, `limit` or `switch`;
+    `cut_at` is the index of the first key not returned. `lease` is null when none was asked for or there
+    is nothing to lease. Only a follower adds `applied_seq`, the journal position that its answer is of,
+    and `staleness_ms`, how old that may be.
     """
 
     mode: str
@@ -181,6 +185,8 @@ class LookupReply(Located, kw_only=True):
     state: Located | None = None
     epoch: int = 0
     seq: int = 0
+    applied_seq: int | UnsetType = UNSET
+    staleness_ms: int | UnsetType = UNSET
 
 
 class StartWriteRequest(Request, kw_only=True):
@@ -367,11 +373,15 @@ class HeartbeatReply(Reply, kw_only=True):
 
 
 class TakeTasksRequest(Request, kw_only=True):
-    """`POST /v1/workers/{id}/tasks`: long poll; answers at once when there is work, else after `wait_ms`."""
+    """`POST /v1/workers/{id}/tasks`: long poll; answers at once when there is work, else after `wait_ms`.
+
+    `shard`: only work of this one, from whoever leads it. Without it: of all that the asked replica leads.
+    """
 
     incarnation: Token
     limit: Annotated[int, Meta(ge=1, le=65_536)] = 1024
     wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
+    shard: Annotated[int, Meta(ge=0, le=255)] | None = None
 
 
 class DeleteTask(Reply, kw_only=True):
@@ -410,7 +420,9 @@ class ConfirmTaskReply(Reply, kw_only=True):
 
 class UnknownRequest(Request, kw_only=True):
     """`POST /v1/workers/{id}/unknown`: which of these places, found in `storage`, does the service not
-    know?"""
+    know?
+
+    All locations of one request are of one shard (`location >> 44`)."""
 
     incarnation: Token
     storage: Name
@@ -428,11 +440,12 @@ class UnknownReply(Reply, kw_only=True):
 
 
 class ClusterShard(Reply, kw_only=True):
-    """One shard as the asked replica sees it. `role` is its own: follower, promoting, leader or demoting; `leader`
-    and `leader_url` are empty while nobody is known to lead.
+    """One shard as the asked replica sees it. `role` is its own: follower, promoting, leader or demoting;
+    `leader` and `leader_url` are empty while nobody is known to lead.
 
-    `seq` is durable on the leader and applied on a follower, `lag` how many behind the journal's head it was when
-    that was last read, `lease_left_ms` how long it may still answer without another renewal (0: it does not lead).
+    `seq` is durable on the leader and applied on a follower, `lag` how many behind the journal's head it was
+    when that was last read, `lease_left_ms` how long it may still answer without another renewal (0: it does
+    not lead).
     """
 
     shard: int
@@ -460,7 +473,8 @@ class ClusterMember(Reply, kw_only=True):
 
 
 class ClusterReply(Reply, kw_only=True):
-    """`GET /v1/cluster`: the asked replica, the members it knows, and each shard, in every state of the replica."""
+    """`GET /v1/cluster`: the asked replica, the members it knows, and each shard, in every state of the
+    replica."""
 
     replica: str
     url: str

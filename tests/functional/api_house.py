@@ -10,12 +10,15 @@ import httpx
 import msgspec
 
 from metaservice.api.app import App, build_app
+from metaservice.api.peers import Peers
 from metaservice.api.server import ApiServer
 from metaservice.api.settings import ApiSettings
 from metaservice.clock import ShardClock, monotonic_s
 from metaservice.core.model import Limits
 from metaservice.journal.memory import MemoryJournal, MemoryStore
-from metaservice.replica.shard import Clock, Shard
+from metaservice.leadership.single import SingleLeadership
+from metaservice.replica.node import Pace, Replica
+from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import Tracer, open_tracer
 
@@ -110,8 +113,9 @@ JSON, MSGPACK = Speech("json"), Speech("msgpack")
 class House:
     """A running service and a client that speaks to it."""
 
-    def __init__(self, shard: Shard, app: App, server: ApiServer, http: httpx.AsyncClient) -> None:
-        self.shard = shard
+    def __init__(self, replica: Replica, app: App, server: ApiServer, http: httpx.AsyncClient) -> None:
+        self.replica = replica
+        self.shard = replica.shard(0)
         self.app = app
         self.server = server
         self.http = http
@@ -211,26 +215,57 @@ async def open_house(
     settings: ApiSettings | None = None,
     tracer: Tracer | None = None,
     metrics: Metrics | None = None,
+    shards: int = 1,
 ) -> AsyncIterator[House]:
     """A running service on a free port; it is stopped at the end."""
     settings = settings or ApiSettings()
     metrics = metrics or Metrics(monotonic_s)
-    clock = ShardClock()
-    shard = Shard(
-        0,
-        MemoryJournal(MemoryStore(), 0),
-        limits,
-        Clock(clock.start, clock.now_ms, monotonic_s),
-        metrics,
-        lambda: "cluster1",
-    )
-    await shard.start()
-    app = build_app(shard, metrics, tracer or open_tracer(False), settings)
+    peers = Peers("r1", settings)
+    replica = lone_replica(limits, metrics, peers, shards)
+    await replica.start()
+    app = build_app(replica, metrics, tracer or open_tracer(False), settings, peers)
     async with listening(app, settings) as server:
         base = f"http://127.0.0.1:{server.bound_port}"
         async with httpx.AsyncClient(base_url=base, timeout=20.0, trust_env=False, verify=False) as http:
-            yield House(shard, app, server, http)
-    await shard.stop()
+            yield House(replica, app, server, http)
+    await replica.stop()
+    await peers.close()
+
+
+def lone_replica(limits: Limits, metrics: Metrics, peers: Peers, shards: int) -> Replica:
+    """A replica that leads all its shards, on journals in memory."""
+    store = MemoryStore()
+
+    def make_shards(hooks: Hooks) -> list[Shard]:
+        made = []
+        for number in range(shards):
+            clock = ShardClock()
+            made.append(
+                Shard(
+                    number,
+                    MemoryJournal(store, number),
+                    limits,
+                    Clock(clock.start, clock.now_ms, monotonic_s),
+                    metrics,
+                    lambda: "cluster1",
+                    shards=shards,
+                    hooks=hooks,
+                )
+            )
+        return made
+
+    url = "http://127.0.0.1:1"
+    return Replica(
+        "r1",
+        url,
+        make_shards,
+        SingleLeadership("r1", url, shards),
+        limits,
+        metrics,
+        monotonic_s,
+        pace=Pace(),
+        courier=peers.errand,
+    )
 
 
 @asynccontextmanager

@@ -146,7 +146,7 @@ async def test_status_names_what_serves(house: House) -> None:
 async def test_a_service_that_does_not_lead_says_so_and_still_answers_probes() -> None:
     async with open_house() as house:
         await house.furnish()
-        await house.shard.stop()
+        await house.replica.stop()
         assert (await house.send("GET", "/livez")).status_code == 200
         ready = await house.send("GET", "/readyz")
         assert (ready.status_code, ready.json()["code"]) == (503, "not_ready")

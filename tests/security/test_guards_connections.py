@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from metaservice.api.app import build_app
+from metaservice.api.peers import Peers
 from metaservice.api.server import ApiServer, RemoteRefused, check_host
 from metaservice.api.settings import ApiSettings
 from metaservice.clock import monotonic_s
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import open_tracer
 from tests.functional.api_house import listening, until
-from tests.security.fake_shard import FakeShard
+from tests.security.fake_shard import FakeReplica, FakeShard
 
 pytestmark = pytest.mark.security
 
@@ -109,10 +110,10 @@ class Door:
 async def open_door(**changes: int) -> AsyncIterator[Door]:
     settings = ApiSettings(**{**QUICK, **changes})
     metrics = Metrics(monotonic_s)
-    shard = FakeShard()
-    app = build_app(shard, metrics, open_tracer(False), settings)
+    replica = FakeReplica()
+    app = build_app(replica, metrics, open_tracer(False), settings, Peers(replica.id, settings))
     async with listening(app, settings) as server:
-        yield Door(server, shard, metrics)
+        yield Door(server, replica.shard(0), metrics)
         gate = server.gate
         await until(lambda: gate.in_flight == 0)
         assert gate.buffered_bytes == 0, "every byte of every body is given back"
@@ -339,7 +340,7 @@ async def test_a_fault_of_ours_is_logged_and_told_without_a_traceback(
     async with open_door() as door:
         peer = await door.knock()
         with caplog.at_level(logging.ERROR):
-            await peer.send(post("/v1/leases/r-0-1-1/release", b"{}", "X-Request-Id: the-one"))
+            await peer.send(post("/v1/leases/r-0-1-666/release", b"{}", "X-Request-Id: the-one"))
             status, _, body = await peer.reply()
         assert (status, body["code"], body["request_id"]) == (500, "internal", "the-one")
         assert "planted" not in json.dumps(body) and "Traceback" not in json.dumps(body)

@@ -16,8 +16,8 @@ from metaservice.core.replies import Done, InstanceRegistered
 from ..documents import Gone, listed, viewed
 from ..errors import ApiError, taken
 from ..models import GroupBody, InstanceBody, Name, StorageBody, TenantBody
-from ..port import ShardPort
-from ..respond import respond
+from ..respond import Stale, reader, respond
+from ..routing import Routing
 from ..settings import ApiSettings
 
 KINDS = {
@@ -52,18 +52,20 @@ def _put(kind: type[Struct]) -> dict[int | str, dict[str, Any]]:
     return {200: viewed(kind), 201: viewed(kind)}
 
 
-def add_catalogue_routes(router: APIRouter, shard: ShardPort, settings: ApiSettings) -> None:
+def add_catalogue_routes(router: APIRouter, routing: Routing, settings: ApiSettings) -> None:
     """Routes of tenants, storages, groups, instances, engines and workers."""
-    _puts(router, shard)
+    _puts(router, routing)
     for kind, label in KINDS.items():
-        _reads(router, shard, settings, kind, label)
+        _reads(router, routing, settings, kind, label)
         if kind in _DELETES:
-            _deletes(router, shard, kind, label)
+            _deletes(router, routing, kind, label)
         else:
-            _leaves(router, shard, kind, label)
+            _leaves(router, routing, settings, kind, label)
 
 
-def _puts(router: APIRouter, shard: ShardPort) -> None:
+def _puts(router: APIRouter, routing: Routing) -> None:
+    shard = routing.catalogue
+
     async def put(request: Request, command: commands.Command) -> Response:
         done = taken(await shard.submit(command))
         created = bool(done.created)
@@ -105,25 +107,35 @@ def _puts(router: APIRouter, shard: ShardPort) -> None:
     async def put_instance(request: Request, instance: Name, body: InstanceBody) -> Response:
         """Register an instance, or change its quota. The same id with another fingerprint is refused."""
         command = commands.PutInstance(
-            instance=instance, group=body.group, fingerprint=body.fingerprint.core(), quota=body.quota.core()
+            instance=instance,
+            group=body.group,
+            fingerprint=body.fingerprint.core(),
+            quota=body.quota.core(),
+            shard=body.shard,
         )
         return await put(request, command)
 
 
-def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str, label: str) -> None:
-    async def read_all(request: Request, page_size: PageSize = 100, page_token: PageToken = "") -> Response:
+def _reads(router: APIRouter, routing: Routing, settings: ApiSettings, kind: str, label: str) -> None:
+    async def read_all(
+        request: Request, page_size: PageSize = 100, page_token: PageToken = "", stale: Stale = False
+    ) -> Response:
+        shard, headers = reader(routing.catalogue, stale, settings)
         after = _after(page_token)
         size = min(page_size, settings.page_size_max)
         views = shard.describe(kind, after, size + 1)
         page = views[:size]
         token = urlsafe_b64encode(page[-1].id.encode()).decode().rstrip("=") if len(views) > size else ""
-        return respond(request, {"items": page, "next_page_token": token})
+        return respond(request, {"items": page, "next_page_token": token}, headers=headers)
 
-    async def read_one(request: Request, id: Annotated[Name, Path(alias=label)]) -> Response:
+    async def read_one(
+        request: Request, id: Annotated[Name, Path(alias=label)], stale: Stale = False
+    ) -> Response:
+        shard, headers = reader(routing.catalogue, stale, settings)
         view = shard.describe_one(kind, id)
         if view is None:
             raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)
-        return respond(request, view)
+        return respond(request, view, headers=headers)
 
     read_all.__doc__ = f"All {kind}, by name, in pages."
     read_one.__doc__ = f"One {label}: how it is registered, and what it uses now."
@@ -145,9 +157,9 @@ def _reads(router: APIRouter, shard: ShardPort, settings: ApiSettings, kind: str
     )
 
 
-def _deletes(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
+def _deletes(router: APIRouter, routing: Routing, kind: str, label: str) -> None:
     async def delete(request: Request, id: Annotated[Name, Path(alias=label)]) -> Response:
-        taken(await shard.submit(_DELETES[kind](id)))
+        taken(await routing.catalogue.submit(_DELETES[kind](id)))
         # Of an instance the blocks go first, in batches; it is gone when they are.
         return respond(request, Gone(id), 202 if kind == "instances" else 200)
 
@@ -164,7 +176,7 @@ def _deletes(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None
     )
 
 
-def _leaves(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
+def _leaves(router: APIRouter, routing: Routing, settings: ApiSettings, kind: str, label: str) -> None:
     async def leave(
         request: Request,
         id: Annotated[Name, Path(alias=label)],
@@ -172,6 +184,7 @@ def _leaves(router: APIRouter, shard: ShardPort, kind: str, label: str) -> None:
             str, Query(max_length=64, description="Default: the one registered now.")
         ] = "",
     ) -> Response:
+        shard, _ = reader(routing.catalogue, False, settings)
         view: Any = shard.describe_one(kind, id)
         if view is None:
             raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)

@@ -17,16 +17,18 @@ from metaservice.wire.columns import key_of
 from ..documents import Status, listed, viewed
 from ..errors import ApiError, taken
 from ..models import Name, SwitchBody
-from ..port import ShardPort
-from ..respond import respond
+from ..respond import Stale, reader, respond
+from ..routing import Routing
+from ..settings import ApiSettings
 
 Scope = Literal["tenant", "group", "instance", "storage"]
 WIRE_VERSION = 1
 
 
-def add_system_routes(router: APIRouter, shard: ShardPort) -> None:
+def add_system_routes(router: APIRouter, routing: Routing, settings: ApiSettings) -> None:
     """Routes of switches, blocks and status."""
-    _switches(router, shard)
+    replica = routing.replica
+    _switches(router, routing, settings)
 
     @router.get(
         "/v1/instances/{instance}/blocks/{key}", tags=["blocks"], responses={200: viewed(BlockDetail)}
@@ -36,25 +38,40 @@ def add_system_routes(router: APIRouter, shard: ShardPort) -> None:
         instance: Name,
         key: Annotated[str, "hex text"],
         group: Annotated[Name | None, Query(description="Attention group; default: the primary one.")] = None,
+        stale: Stale = False,
     ) -> Response:
         """Everything that is known of one block."""
+        number = replica.home(instance)
+        if number is None and await replica.refresh():
+            number = replica.home(instance)
+        unknown = ApiError("instance_unknown", "no instance of this name is registered", "instance")
+        if number is None:
+            raise unknown
+        shard, headers = reader(routing.shards[number], stale, settings)
         info = shard.instance(instance)
+        if info is None and await replica.refresh():
+            info = shard.instance(instance)
         if info is None:
-            raise ApiError("instance_unknown", "no instance of this name is registered", "instance")
-        return respond(request, taken(shard.block(instance, group, key_of(key, info.key_length, "key"))))
+            raise unknown
+        detail = taken(shard.block(instance, group, key_of(key, info.key_length, "key")))
+        return respond(request, detail, headers=headers)
 
     @router.get("/v1/status", tags=["status"], responses={200: viewed(Status)})
     async def get_status(request: Request) -> Response:
-        """What this replica is, leads and has made durable; answered in every state."""
-        ready = shard.ready
+        """What this replica is and does, and how far it is in the catalogue's journal; answered in every
+        state.
+        """
+        catalogue = routing.catalogue
         status = Status(
-            shard=shard.number,
-            status=shard.status,
-            reason=shard.reason,
-            ready=ready,
-            cluster=shard.cluster if ready else "",
-            epoch=shard.epoch if ready else 0,
-            seq=shard.durable_seq,
+            replica=replica.id,
+            shard=catalogue.number,
+            role=str(catalogue.role),
+            status=replica.status,
+            reason=replica.reason,
+            ready=replica.ready,
+            cluster=replica.cluster,
+            epoch=catalogue.epoch,
+            seq=catalogue.durable_seq,
             versions={
                 "service": metaservice.__version__,
                 "wire": str(WIRE_VERSION),
@@ -69,20 +86,23 @@ def _switch(scope: SwitchScope, id: str, mode: SwitchMode, reason: str) -> Switc
     return SwitchView(id=path, scope=scope, name=id, mode=mode, reason=reason)
 
 
-def _switches(router: APIRouter, shard: ShardPort) -> None:
+def _switches(router: APIRouter, routing: Routing, settings: ApiSettings) -> None:
     async def put(request: Request, scope: SwitchScope, id: str, body: SwitchBody) -> Response:
         command = commands.SetSwitch(scope=scope, id=id, mode=SwitchMode[body.mode], reason=body.reason)
-        taken(await shard.submit(command))
+        taken(await routing.catalogue.submit(command))
         return respond(request, _switch(scope, id, SwitchMode[body.mode], body.reason))
 
-    def get(request: Request, scope: SwitchScope, id: str) -> Response:
+    def get(request: Request, scope: SwitchScope, id: str, stale: bool) -> Response:
+        shard, headers = reader(routing.catalogue, stale, settings)
         found = shard.describe_one("switches", f"{scope.name}/{id}" if id else scope.name)
-        return respond(request, found or _switch(scope, id, SwitchMode.normal, ""))
+        return respond(request, found or _switch(scope, id, SwitchMode.normal, ""), headers=headers)
 
     @router.get("/v1/switches", tags=["switches"], responses={200: listed(SwitchView)})
-    async def list_switches(request: Request) -> Response:
+    async def list_switches(request: Request, stale: Stale = False) -> Response:
         """All switches that are not normal."""
-        return respond(request, {"items": shard.describe("switches"), "next_page_token": ""})
+        shard, headers = reader(routing.catalogue, stale, settings)
+        page = {"items": shard.describe("switches"), "next_page_token": ""}
+        return respond(request, page, headers=headers)
 
     @router.put("/v1/switches/cluster", tags=["switches"], responses={200: viewed(SwitchView)})
     async def put_cluster_switch(request: Request, body: SwitchBody) -> Response:
@@ -90,9 +110,9 @@ def _switches(router: APIRouter, shard: ShardPort) -> None:
         return await put(request, SwitchScope.cluster, "", body)
 
     @router.get("/v1/switches/cluster", tags=["switches"], responses={200: viewed(SwitchView)})
-    async def get_cluster_switch(request: Request) -> Response:
+    async def get_cluster_switch(request: Request, stale: Stale = False) -> Response:
         """The switch of the whole cluster."""
-        return get(request, SwitchScope.cluster, "")
+        return get(request, SwitchScope.cluster, "", stale)
 
     @router.put("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed(SwitchView)})
     async def put_switch(request: Request, scope: Scope, id: Name, body: SwitchBody) -> Response:
@@ -100,6 +120,6 @@ def _switches(router: APIRouter, shard: ShardPort) -> None:
         return await put(request, SwitchScope[scope], id, body)
 
     @router.get("/v1/switches/{scope}/{id}", tags=["switches"], responses={200: viewed(SwitchView)})
-    async def get_switch(request: Request, scope: Scope, id: Name) -> Response:
+    async def get_switch(request: Request, scope: Scope, id: Name, stale: Stale = False) -> Response:
         """The switch of a tenant, group, instance or storage."""
-        return get(request, SwitchScope[scope], id)
+        return get(request, SwitchScope[scope], id, stale)

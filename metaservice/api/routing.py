@@ -1,0 +1,101 @@
+"""Which shard a call is for: from the instance that it names, or from the id, which carries it.
+
+Whether this replica leads that shard is found out by asking it: a shard that is led elsewhere raises
+NotLeader.
+"""
+
+from metaservice.core.ids import parse_name, shard_of
+
+from .call import NOWHERE, Call
+from .errors import ApiError
+from .http import Header
+from .names import name
+from .port import CATALOGUE, InstanceInfo, ReplicaPort, ShardPort
+
+SEQ = b"x-ucm-seq"
+STALENESS = b"x-ucm-staleness-ms"
+
+
+class Routing:
+    """Finds shards, and notes in the call which one answers it."""
+
+    def __init__(self, replica: ReplicaPort) -> None:
+        self.replica = replica
+        self.shards = [replica.shard(number) for number in range(replica.shards)]
+        self.catalogue = self.shards[CATALOGUE]
+        self._home = replica.home
+        self._stamps: list[tuple[int, int, tuple[Header, ...]]] = [(NOWHERE, NOWHERE, ())] * len(self.shards)
+
+    def instance(self, call: Call, instance: str) -> tuple[ShardPort, InstanceInfo]:
+        """The home of an instance and what is known of it there. Raises `instance_unknown`."""
+        number = self._home(instance)
+        if number is not None:
+            call.shard = number
+            shard = self.shards[number]
+            info: InstanceInfo | None = shard.instance(instance)
+            if info is not None:
+                return shard, info
+        name(instance, "instance")
+        raise ApiError("instance_unknown", "no instance of this name is registered", "instance")
+
+    def session(self, call: Call) -> tuple[ShardPort, int]:
+        """The shard and number of the write session in the path. Raises `session_unknown`."""
+        numbers = parse_name(name(call.segments[3], "session"), "w", 2)
+        if numbers is None or numbers[0] >= len(self.shards):
+            raise ApiError("session_unknown", "no write session of this service has this id", "session")
+        call.shard = numbers[0]
+        return self.shards[numbers[0]], numbers[1]
+
+    def task(self, call: Call, task: str) -> ShardPort:
+        """The shard of a deletion task; for an id that is none: the catalogue's, which knows no such task."""
+        numbers = parse_name(task, "t", 3)
+        call.shard = CATALOGUE if numbers is None or numbers[0] >= len(self.shards) else numbers[0]
+        return self.shards[call.shard]
+
+    def lease(self, lease: str) -> int:
+        """The number of a read lease's shard; for an id that is none: the catalogue's, which knows no such
+        lease.
+        """
+        numbers = parse_name(lease, "r", 3)
+        return CATALOGUE if numbers is None or numbers[0] >= len(self.shards) else numbers[0]
+
+    def location(self, location: int) -> int:
+        """The number of a location's shard; for one that no shard can have: the catalogue's."""
+        number = shard_of(location)
+        return number if number < len(self.shards) else CATALOGUE
+
+    def registry(self, call: Call) -> ShardPort:
+        """The catalogue's shard, for what is registered there."""
+        call.shard = CATALOGUE
+        return self.catalogue
+
+    def stamp(self, call: Call) -> tuple[Header, ...]:
+        """The headers that say which shard answered, and from which position of its journal."""
+        number = call.shard
+        if number < 0:
+            return ()
+        shard = self.shards[number]
+        epoch, seq = shard.epoch, shard.durable_seq
+        known = self._stamps[number]
+        if known[1] != seq or known[0] != epoch:
+            known = self._stamps[number] = (epoch, seq, ((SEQ, b"%d/%d/%d" % (number, epoch, seq)),))
+        if call.staleness_ms < 0:
+            return known[2]
+        return (*known[2], (STALENESS, b"%d" % call.staleness_ms))
+
+
+def local_state(shard: ShardPort, *, stale: bool, staleness_ms_max: int) -> dict[str, str] | None:
+    """The headers of a view that may be given from the state that this replica has; None: only the leader
+    may.
+
+    `stale`: the caller takes what a follower has, when that is no older than `staleness_ms_max`.
+    """
+    if shard.ready:
+        return {}
+    staleness_ms = shard.staleness_ms
+    if not stale or staleness_ms > staleness_ms_max:
+        return None
+    return {
+        SEQ.decode(): f"{shard.number}/{shard.epoch}/{shard.durable_seq}",
+        STALENESS.decode(): str(staleness_ms),
+    }

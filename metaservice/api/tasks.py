@@ -1,0 +1,146 @@
+"""Deletion tasks over the wire: taken from every shard that is led here, or from the one that is named."""
+
+import asyncio
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from metaservice.core import commands, replies
+from metaservice.core.rejections import Rejection
+from metaservice.replica.errors import NotLeader
+from metaservice.wire import schemas as wire
+
+from . import convert, render
+from .call import NOWHERE, Call
+from .errors import ApiError, taken
+from .http import HttpRequest
+from .members import storage_ref
+from .names import name
+from .port import CATALOGUE, ShardPort
+from .routing import Routing
+from .settings import ApiSettings
+
+TURN_S = 0.05
+"""How often a poll of several shards looks again."""
+Answer = replies.Tasks | Rejection
+
+
+class TaskHandlers:
+    """Handing out deletions, their confirmation, and the question for places that nobody knows."""
+
+    def __init__(self, routing: Routing, stopping: asyncio.Event, settings: ApiSettings) -> None:
+        self._routing = routing
+        self._replica = routing.replica
+        self._limits = routing.replica.limits
+        self._settings = settings
+        self._polls = 0
+        self._turn = 0
+        self.stopping = stopping
+
+    async def take_tasks(self, call: Call, body: wire.TakeTasksRequest) -> Struct:
+        worker = name(call.segments[3], "worker")
+        shards = self._asked(body.shard)
+        command = commands.TakeTasks(worker=worker, incarnation=body.incarnation, limit=body.limit)
+        wait_ms = body.wait_ms
+        if self.stopping.is_set() or self._polls >= self._settings.long_polls_max:
+            wait_ms = 0
+        if wait_ms:
+            answer = await self._poll(call, shards, command, wait_ms)
+        else:
+            answer = await self._take(call, shards, command, 0)
+        tasks: replies.Tasks = taken(answer)
+        found: list[wire.DeleteTask] = []
+        for task in tasks.tasks:
+            storage = storage_ref(self._routing.task(call, task.task), task.storage)
+            if storage is not None:
+                found.append(render.task(task, storage, call.as_msgpack))
+        call.shard = shards[0].number if len(shards) == 1 else NOWHERE
+        return wire.TakeTasksReply(tasks=found, cluster=self._replica.cluster)
+
+    def _asked(self, number: int | None) -> list[ShardPort]:
+        shards = self._routing.shards
+        if number is None:
+            # Who leads nothing sends the worker to the catalogue's leader, which knows whether it is one.
+            led = [shard for shard in shards if shard.ready]
+            self._turn += 1
+            first = self._turn % len(led) if led else 0
+            return led[first:] + led[:first] or [shards[CATALOGUE]]
+        if number >= len(shards):
+            raise ApiError("invalid_field", f"the shards here are 0 to {len(shards) - 1}", "shard")
+        return [shards[number]]
+
+    async def _take(
+        self, call: Call, shards: list[ShardPort], command: commands.TakeTasks, wait_ms: int
+    ) -> Answer:
+        """Tasks of the shards, at most as many locations as the command allows, waited for when there are
+        none. What one shard has handed out already is not lost by the refusal of the next.
+        """
+        if len(shards) == 1:
+            call.shard = shards[0].number
+            return await shards[0].take_tasks(command, wait_ms) if wait_ms else shards[0].read(command)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_ms / 1000
+        while True:
+            answer = self._round(call, shards, command)
+            left_s = deadline_s - loop.time()
+            if isinstance(answer, Rejection) or answer.tasks or left_s <= 0:
+                return answer
+            await asyncio.sleep(min(TURN_S, left_s))
+
+    @staticmethod
+    def _round(call: Call, shards: list[ShardPort], command: commands.TakeTasks) -> Answer:
+        found: list[replies.Task] = []
+        left, lost = command.limit, 0
+        for shard in shards:
+            call.shard = shard.number
+            try:
+                answer: Answer = shard.read(replace(command, limit=left))
+            except NotLeader:
+                lost += 1
+                if lost == len(shards):
+                    raise
+                continue
+            if isinstance(answer, Rejection):
+                return replies.Tasks(found) if found else answer
+            found += answer.tasks
+            left -= sum(len(task.locations) for task in answer.tasks)
+            if left <= 0:
+                break
+        return replies.Tasks(found)
+
+    async def _poll(
+        self, call: Call, shards: list[ShardPort], command: commands.TakeTasks, wait_ms: int
+    ) -> Answer:
+        """Wait for tasks, but neither past the service's stop nor for a worker that hung up."""
+        request: HttpRequest = call.request
+        request.wait_ms = wait_ms
+        gone = asyncio.Event()
+        request.on_gone = gone.set
+        self._polls += 1
+        work = asyncio.ensure_future(self._take(call, shards, command, wait_ms))
+        ends = [asyncio.ensure_future(event.wait()) for event in (self.stopping, gone)]
+        try:
+            await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else replies.Tasks(tasks=[])
+        finally:
+            self._polls -= 1
+            request.on_gone = None
+            for task in (work, *ends):
+                task.cancel()
+            await asyncio.gather(work, *ends, return_exceptions=True)
+
+    async def confirm_task(self, call: Call, body: wire.ConfirmTaskRequest) -> Struct:
+        worker = name(call.segments[3], "worker")
+        task = name(call.segments[5], "task")
+        shard = self._routing.task(call, task)
+        confirmed: replies.Confirmed = taken(
+            await shard.submit(convert.confirm_task(worker, task, body, self._limits))
+        )
+        return wire.ConfirmTaskReply(gone=confirmed.gone, again=confirmed.again)
+
+    def unknown_places(self, call: Call, body: wire.UnknownRequest) -> Struct:
+        command = convert.unknown_places(name(call.segments[3], "worker"), body, self._limits)
+        call.shard = self._routing.location(command.locations[0]) if command.locations else CATALOGUE
+        shard = self._routing.shards[call.shard]
+        found: replies.UnknownPlaces = taken(shard.read(command))
+        return wire.UnknownReply(unknown=render.flags(found.unknown, call.as_msgpack))

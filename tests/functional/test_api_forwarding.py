@@ -1,0 +1,560 @@
+"""A request about a shard that another replica leads: passed on once, or answered with the leader's
+address.
+"""
+
+import asyncio
+from array import array
+from time import perf_counter
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from metaservice.api.settings import ApiSettings
+from metaservice.core import commands, replies
+from metaservice.core.rejections import Rejection
+from tests.functional.api_house import until
+from tests.functional.fake_fleet import OWNER, DeafLeader, Fleet, open_fleet
+from tests.security.fake_shard import KEY
+
+HEX = KEY.hex()
+LOOKUP: dict[str, Any] = {"keys": [HEX]}
+START: dict[str, Any] = {**OWNER, "keys": [HEX], "request_id": "q1"}
+FINISH: dict[str, Any] = {**OWNER, "locations": [1], "generations": [1], "checksums": [1]}
+
+
+def spread(fleet: Fleet) -> None:
+    """Shard 0 is led by r1, shard 1 by r2, shard 2 by r3."""
+    fleet.cluster.leaders = {0: "r1", 1: "r2", 2: "r3"}
+
+
+def problem(reply: httpx.Response) -> tuple[int, str]:
+    body = msgspec.json.decode(reply.content)
+    return reply.status_code, body["code"]
+
+
+# ---------------------------------------------------------------- routes
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "shard", "kind"),
+    [
+        ("POST", "/v1/instances/m1/lookup", LOOKUP, 1, "Lookup"),
+        ("POST", "/v1/instances/m2/writes", START, 2, "StartWrite"),
+        ("POST", "/v1/writes/w-2-9/renew", OWNER, 2, "RenewWrite"),
+        ("POST", "/v1/leases/r-1-4-9/renew", {}, 1, "RenewLeases"),
+        ("POST", "/v1/leases/r-2-4-9/release", {}, 2, "ReleaseLeases"),
+        ("POST", "/v1/workers/w1/tasks", {"incarnation": "j", "shard": 1}, 1, "TakeTasks"),
+        ("POST", "/v1/workers/w1/tasks/t-2-1-5/confirm", {"incarnation": "j"}, 2, "ConfirmTask"),
+        (
+            "POST",
+            "/v1/workers/w1/unknown",
+            {"incarnation": "j", "storage": "s1", "locations": [1 << 44], "generations": [1]},
+            1,
+            "Unknown",
+        ),
+        ("POST", "/v1/engines/e1/heartbeat", {"incarnation": "i"}, 0, "Heartbeat"),
+        ("PUT", "/v1/tenants/acme", {}, 0, "PutTenant"),
+        ("DELETE", "/v1/groups/chat", None, 0, "DeleteGroup"),
+        ("PUT", "/v1/switches/cluster", {"mode": "bypass"}, 0, "SetSwitch"),
+    ],
+)
+async def test_every_call_reaches_its_shards_leader_from_any_replica(
+    method: str, path: str, body: Any, shard: int, kind: str
+) -> None:
+    async with open_fleet("r1", "r2", "r3") as fleet:
+        spread(fleet)
+        leader = f"r{shard + 1}"
+        for to in ("r1", "r2", "r3"):
+            reply = await fleet.send(to, method, path, body)
+            assert reply.status_code in (200, 201), reply.text
+            told = reply.headers.get("x-ucm-leader")
+            expected = None if to == leader else f"{shard} {fleet.cluster.urls[leader]}"
+            assert told == expected, "who was asked by way of another is told where to go"
+            assert fleet[to].forwarded("answered") == (to != leader)
+        assert fleet.asked(leader, shard) == [kind] * 3
+        for id in {"r1", "r2", "r3"} - {leader}:
+            assert not any(fleet.asked(id, number) for number in range(3))
+
+
+async def test_what_is_passed_on_and_back_is_the_same_in_both_encodings() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        here, there = fleet.cluster.urls["r1"], fleet.cluster.urls["r2"]
+        for media, body in (
+            ("application/json", msgspec.json.encode(LOOKUP)),
+            ("application/msgpack", msgspec.msgpack.encode({"keys": KEY})),
+        ):
+            answers = [
+                await fleet.http.post(
+                    f"{url}/v1/instances/m1/lookup", content=body, headers={"content-type": media}
+                )
+                for url in (here, there)
+            ]
+            assert answers[0].content == answers[1].content
+            assert answers[0].headers["content-type"] == answers[1].headers["content-type"] == media
+            assert answers[0].headers["x-ucm-seq"] == answers[1].headers["x-ucm-seq"] == "1/1/1"
+
+
+async def test_problems_of_the_leader_come_back_as_they_are() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        fleet["r2"].replica.shard(1).rejects = [Rejection("reregister", "who?", "engine")]
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START, x_request_id="mine")
+        assert problem(reply) == (409, "reregister")
+        assert msgspec.json.decode(reply.content)["request_id"] == "mine"
+        reply = await fleet.send("r1", "GET", "/v1/instances/m1/blocks/xyz")
+        assert problem(reply) == (422, "key_length"), "queries and paths travel as they are"
+
+
+async def test_admin_reads_are_the_leaders_with_their_query() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[0] = "r2"
+        reply = await fleet.send("r1", "GET", "/v1/tenants?page_size=1&page_token=%21")
+        assert problem(reply) == (422, "invalid_field")
+        assert reply.headers["x-ucm-leader"] == f"0 {fleet.cluster.urls['r2']}"
+        reply = await fleet.send("r1", "GET", "/v1/tenants/a%2Fb")
+        assert problem(reply) == (422, "invalid_name")
+        assert (await fleet.send("r1", "HEAD", "/v1/tenants")).status_code == 200
+
+
+# ---------------------------------------------------------------- no loops
+
+
+async def test_two_replicas_that_take_each_other_for_the_leader_do_not_loop() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        replicas = [fleet["r1"].replica, fleet["r2"].replica]
+        urls = [fleet.cluster.urls["r2"], fleet.cluster.urls["r1"]]
+        for replica, url in zip(replicas, urls, strict=True):
+            replica.leads = lambda number: False  # type: ignore[method-assign]
+            replica.leader_url = lambda number, url=url: url  # type: ignore[method-assign, misc]
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START)
+        assert problem(reply) == (503, "not_ready")
+        assert int(reply.headers["retry-after"]) >= 1
+        assert (fleet["r1"].forwarded("moved"), fleet["r2"].forwarded("told")) == (1, 1)
+        assert fleet["r2"].forwarded("answered") == 0, "it travelled once"
+
+
+async def test_a_request_that_was_passed_on_is_never_passed_on_again() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        for path, body in (("/v1/instances/m1/lookup", LOOKUP), ("/v1/instances/m1/writes", START)):
+            reply = await fleet.send("r1", "POST", path, body, x_ucm_hop="r3")
+            assert problem(reply) == (421, "not_leader")
+        assert not fleet.asked("r2", 1)
+        fleet.cluster.leaders[1] = ""
+        begun = perf_counter()
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP, x_ucm_hop="r3")
+        assert problem(reply) == (503, "not_ready")
+        assert perf_counter() - begun < 0.15, "whoever passed it on has waited already"
+
+
+# ---------------------------------------------------------------- clients that go straight to leaders
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/instances/m1/lookup", LOOKUP),
+        ("POST", "/v1/writes/w-1-9/finish", FINISH),
+        ("GET", f"/v1/instances/m1/blocks/{HEX}", None),
+    ],
+)
+async def test_a_direct_client_is_told_the_leaders_address(method: str, path: str, body: Any) -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        reply = await fleet.send("r1", method, path, body, x_ucm_direct="1")
+        told = msgspec.json.decode(reply.content)
+        assert (reply.status_code, told["code"]) == (421, "not_leader")
+        assert told["facts"] == {"shard": 1, "leader": fleet.cluster.urls["r2"]}
+        assert reply.headers["x-ucm-leader"] == f"1 {fleet.cluster.urls['r2']}"
+        assert "retry-after" not in reply.headers, "it helps to go there, not to wait"
+        assert not fleet.asked("r2", 1)
+        reply = await fleet.send("r2", method, path, body, x_ucm_direct="1")
+        assert reply.status_code == 200
+
+
+async def test_a_direct_client_does_not_wait_for_a_leader_to_be_found() -> None:
+    async with open_fleet("r1", settings=ApiSettings(leader_wait_ms=5_000)) as fleet:
+        fleet.cluster.leaders[1] = ""
+        begun = perf_counter()
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP, x_ucm_direct="1")
+        assert problem(reply) == (503, "not_ready") and "retry-after" in reply.headers
+        assert perf_counter() - begun < 1 and fleet["r1"].replica.waited_ms == []
+
+
+# ---------------------------------------------------------------- nobody leads
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("POST", "/v1/instances/m1/writes", START), ("PUT", "/v1/tenants/acme", {})],
+)
+async def test_an_unknown_leader_is_waited_for_then_come_again(method: str, path: str, body: Any) -> None:
+    async with open_fleet("r1", "r2", settings=ApiSettings(leader_wait_ms=300)) as fleet:
+        fleet.cluster.leaders = {0: "", 1: ""}
+        begun = perf_counter()
+        reply = await fleet.send("r1", method, path, body)
+        assert 0.25 < perf_counter() - begun < 2
+        assert problem(reply) == (503, "not_ready")
+        assert int(reply.headers["retry-after"]) >= 1
+        asking = asyncio.create_task(fleet.send("r1", method, path, body))
+        await until(lambda: len(fleet["r1"].replica.waited_ms) == 2)
+        fleet.cluster.leaders = {0: "r2", 1: "r2"}
+        assert (await asking).status_code in (200, 201), "the leader that came meanwhile answered"
+
+
+async def test_leadership_that_comes_here_meanwhile_is_used() -> None:
+    async with open_fleet("r1") as fleet:
+        fleet.cluster.leaders = {0: "", 1: ""}
+        for method, path, body in (
+            ("POST", "/v1/instances/m1/lookup", LOOKUP),
+            ("PUT", "/v1/tenants/acme", {}),
+        ):
+            before = len(fleet["r1"].replica.waited_ms)
+            asking = asyncio.create_task(fleet.send("r1", method, path, body))
+            await until(lambda before=before: len(fleet["r1"].replica.waited_ms) > before)  # type: ignore[misc]
+            fleet.cluster.leaders = {0: "r1", 1: "r1"}
+            reply = await asking
+            assert reply.status_code in (200, 201) and "x-ucm-leader" not in reply.headers
+            fleet.cluster.leaders = {0: "", 1: ""}
+
+
+# ---------------------------------------------------------------- leaders that fail
+
+
+@pytest.mark.parametrize("manner", ["dies", "hangs"])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/instances/m1/writes", START), ("/v1/instances/m1/lookup", LOOKUP)]
+)
+async def test_a_leader_that_dies_meanwhile_was_asked_once(manner: str, path: str, body: Any) -> None:
+    settings = ApiSettings(forward_timeout_ms=300)
+    async with open_fleet("r1", settings=settings) as fleet, DeafLeader(manner) as leader:
+        fleet.cluster.urls["dead"] = leader.url
+        fleet.cluster.leaders[1] = "dead"
+        begun = perf_counter()
+        reply = await fleet.send("r1", "POST", path, body)
+        assert perf_counter() - begun < 2
+        assert problem(reply) == (503, "not_ready") and "retry-after" in reply.headers
+        assert "not known" in msgspec.json.decode(reply.content)["detail"]
+        assert len(leader.requests) == 1, "whether it was done is not known, so it is not done again"
+        assert leader.requests[0].startswith(f"POST {path} HTTP/1.1\r\n".encode())
+        assert b"x-ucm-hop: r1\r\n" in leader.requests[0].lower()
+        assert fleet["r1"].forwarded("unanswered") == 1
+
+
+async def test_a_leader_that_cannot_be_reached_has_done_nothing() -> None:
+    async with open_fleet("r1") as fleet:
+        async with DeafLeader("dies") as leader:
+            fleet.cluster.urls["dead"] = leader.url
+        fleet.cluster.leaders[1] = "dead"
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START)
+        assert problem(reply) == (503, "not_ready")
+        assert "nothing was carried out" in msgspec.json.decode(reply.content)["detail"]
+        assert fleet["r1"].forwarded("unreachable") == 1
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "file:///etc/passwd", "http://", "nonsense\r\nx: y"])
+async def test_an_address_that_is_none_is_not_gone_to(url: str) -> None:
+    async with open_fleet("r1") as fleet:
+        fleet.cluster.urls["odd"] = url
+        fleet.cluster.leaders[1] = "odd"
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)
+        assert problem(reply) == (503, "not_ready")
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP, x_ucm_direct="1")
+        assert reply.status_code == 421 and "x" not in reply.headers
+
+
+async def test_an_answer_that_is_too_large_is_not_passed_back() -> None:
+    async with open_fleet("r1", "r2", settings=ApiSettings(forwarded_bytes_max=100)) as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)
+        assert problem(reply) == (503, "not_ready")
+
+
+async def test_requests_that_are_passed_on_are_bounded() -> None:
+    settings = ApiSettings(forwards_max=2, forward_timeout_ms=500)
+    async with open_fleet("r1", settings=settings) as fleet, DeafLeader("hangs") as leader:
+        fleet.cluster.urls["dead"] = leader.url
+        fleet.cluster.leaders[1] = "dead"
+        calls = [fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP) for _ in range(5)]
+        codes = sorted(problem(reply)[1] for reply in await asyncio.gather(*calls))
+        assert codes == ["not_ready"] * 2 + ["overloaded"] * 3
+        assert (await fleet.send("r1", "POST", "/v1/instances/m0/lookup", LOOKUP)).status_code == 200
+
+
+async def test_i3_requests_that_wait_elsewhere_hold_nobody_up_here() -> None:
+    """Fifty long polls and slow requests at a leader that hangs: probes, metrics and local lookups are
+    answered.
+    """
+    settings = ApiSettings(forward_timeout_ms=1_500)
+    async with open_fleet("r1", settings=settings) as fleet, DeafLeader("hangs") as leader:
+        fleet.cluster.urls["dead"] = leader.url
+        fleet.cluster.leaders[1] = "dead"
+        poll = {"incarnation": "j", "shard": 1, "wait_ms": 50_000}
+        slow = [
+            asyncio.create_task(
+                fleet.send("r1", "POST", "/v1/workers/w1/tasks", poll)
+                if number % 2
+                else fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)
+            )
+            for number in range(50)
+        ]
+        await until(lambda: len(leader.requests) == 50)
+        for path in ("/livez", "/readyz", "/metrics", "/v1/cluster", "/v1/status"):
+            begun = perf_counter()
+            assert (await fleet.send("r1", "GET", path)).status_code == 200
+            assert perf_counter() - begun < 0.5, path
+        begun = perf_counter()
+        assert (await fleet.send("r1", "POST", "/v1/instances/m0/lookup", LOOKUP)).status_code == 200
+        assert perf_counter() - begun < 0.5
+        begun = perf_counter()
+        fleet["r1"].server.request_stop()
+        statuses = {reply.status_code for reply in await asyncio.gather(*slow)}
+        assert statuses == {503} and perf_counter() - begun < 5, "polls elsewhere end with our own service"
+
+
+async def test_a_worker_that_hangs_up_ends_its_poll_elsewhere() -> None:
+    async with open_fleet("r1") as fleet, DeafLeader("hangs") as leader:
+        fleet.cluster.urls["dead"] = leader.url
+        fleet.cluster.leaders[1] = "dead"
+        _, writer = await asyncio.open_connection("127.0.0.1", fleet["r1"].server.bound_port)
+        body = b'{"incarnation":"j1","wait_ms":50000,"shard":1}'
+        writer.write(
+            b"POST /v1/workers/w1/tasks HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        await until(lambda: len(leader.requests) == 1)
+        writer.close()
+        await until(lambda: fleet["r1"].server.gate.in_flight == 0)
+
+
+# ---------------------------------------------------------------- many shards in one request
+
+
+@pytest.mark.parametrize("headers", [{}, {"x_ucm_direct": "1"}], ids=["plain", "direct"])
+@pytest.mark.parametrize("verb", ["renew", "release"])
+async def test_leases_of_several_shards_are_asked_of_each_leader(verb: str, headers: dict[str, str]) -> None:
+    async with open_fleet("r1", "r2", "r3") as fleet:
+        spread(fleet)
+        also = ["r-0-1-1", "r-1-1-2", "nonsense", "r-2-1-3", "r-99-1-1"]
+        reply = await fleet.send("r1", "POST", f"/v1/leases/r-2-1-1/{verb}", {"also": also}, **headers)
+        told = msgspec.json.decode(reply.content)
+        assert told["leases"] == ["r-2-1-1", *also]
+        assert told["outcomes"] == ["renewed" if verb == "renew" else "released"] * 6
+        assert told["changed"] == [2, 0, 1, 0, 2, 0], "each row is its own shard's answer"
+        assert told["ttl_ms"] == 1000
+        for shard, named in ((0, 3), (1, 1), (2, 2)):
+            (command,) = fleet[f"r{shard + 1}"].replica.shard(shard).asked
+            assert len(command.leases) == named  # type: ignore[attr-defined]
+        fleet["r3"].replica.shard(2).rejects = [Rejection("ttl_out_of_range", "no", "ttl_ms")]
+        reply = await fleet.send("r1", "POST", f"/v1/leases/r-2-1-1/{verb}", {"also": also}, **headers)
+        assert problem(reply) == (422, "ttl_out_of_range")
+        fleet.cluster.leaders[2] = ""
+        reply = await fleet.send("r1", "POST", f"/v1/leases/r-2-1-1/{verb}", {"also": also}, **headers)
+        assert problem(reply) == (503, "not_ready")
+        reply = await fleet.send(
+            "r1", "POST", f"/v1/leases/r-1-1-1/{verb}", {"also": ["r-0-1-1"]}, x_ucm_hop="r3"
+        )
+        assert problem(reply) == (503, "not_ready"), "a part of a call is not split again"
+
+
+def task(shard: int, count: int) -> replies.Task:
+    locations = array("Q", [(shard << 44) + row for row in range(count)])
+    return replies.Task(f"t-{shard}-1-1", "s1", ("tp0",), locations, array("I", [1]) * count, 1000)
+
+
+async def test_tasks_are_of_all_shards_led_here_within_the_limit() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[2] = "r2"
+        shards = [fleet["r1"].replica.shard(number) for number in range(3)]
+        path, body = "/v1/workers/w1/tasks", {"incarnation": "j", "limit": 10}
+        shards[0].tasks, shards[1].tasks, shards[2].tasks = [task(0, 4)], [task(1, 6)], [task(2, 1)]
+        told = msgspec.json.decode((await fleet.send("r1", "POST", path, body)).content)
+        assert sorted(one["task"] for one in told["tasks"]) == ["t-0-1-1", "t-1-1-1"]
+        limits = [command.limit for shard in shards for command in shard.asked]  # type: ignore[attr-defined]
+        assert sorted(limits) in ([4, 10], [6, 10])
+        assert not shards[2].asked
+        shards[0].tasks = [task(0, 10)]
+        told = msgspec.json.decode((await fleet.send("r1", "POST", path, body)).content)
+        assert len(told["tasks"]) == 1
+        # What was handed out is not lost by a refusal of the next shard.
+        shards[0].tasks, shards[1].tasks = [task(0, 1)], [task(1, 1)]
+        shards[0].rejects = [Rejection("reregister", "who?")]
+        codes = [problem_or_tasks(await fleet.send("r1", "POST", path, body)) for _ in range(3)]
+        assert sorted(map(str, codes)) in (
+            sorted(["['t-1-1-1']", "['t-0-1-1']", "[]"]),
+            sorted(["reregister", "['t-1-1-1']", "['t-0-1-1']"]),
+            sorted(["reregister", "['t-0-1-1', 't-1-1-1']", "[]"]),
+            sorted(["reregister", "['t-1-1-1', 't-0-1-1']", "[]"]),
+        )
+
+
+def problem_or_tasks(reply: httpx.Response) -> Any:
+    told = msgspec.json.decode(reply.content)
+    return told.get("code") or [one["task"] for one in told["tasks"]]
+
+
+async def test_a_poll_of_several_shards_waits_for_the_first_that_has_work() -> None:
+    async with open_fleet("r1") as fleet:
+        body = {"incarnation": "j", "wait_ms": 5_000}
+        asking = asyncio.create_task(fleet.send("r1", "POST", "/v1/workers/w1/tasks", body))
+        shard = fleet["r1"].replica.shard(1)
+        await until(lambda: len(shard.asked) > 1)
+        shard.tasks = [task(1, 1)]
+        begun = perf_counter()
+        assert problem_or_tasks(await asking) == ["t-1-1-1"]
+        assert perf_counter() - begun < 1
+        begun = perf_counter()
+        reply = await fleet.send("r1", "POST", "/v1/workers/w1/tasks", {**body, "wait_ms": 200})
+        assert problem_or_tasks(reply) == [] and 0.15 < perf_counter() - begun < 2
+
+
+async def test_a_worker_at_a_replica_that_leads_nothing_is_sent_to_the_catalogues_leader() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders = {0: "r2", 1: "r2", 2: "r2"}
+        fleet["r2"].replica.shard(0).tasks = [task(0, 1)]
+        reply = await fleet.send("r1", "POST", "/v1/workers/w1/tasks", {"incarnation": "j"})
+        assert problem_or_tasks(reply) == ["t-0-1-1"]
+        reply = await fleet.send("r1", "POST", "/v1/workers/w1/tasks", {"incarnation": "j"}, x_ucm_direct="1")
+        assert problem(reply) == (421, "not_leader")
+
+
+async def test_places_of_several_shards_are_asked_one_shard_at_a_time() -> None:
+    async with open_fleet("r1") as fleet:
+        path = "/v1/workers/w1/unknown"
+        body = {"incarnation": "j", "storage": "s1", "locations": [5, 6, 1 << 44], "generations": [1, 1, 1]}
+        reply = await fleet.send("r1", "POST", path, body)
+        told = msgspec.json.decode(reply.content)
+        assert (reply.status_code, told["code"], told["field"]) == (422, "invalid_field", "locations[2]")
+        for locations in ([], [(1 << 44) + 1, (1 << 44) + 2], [200 << 44], [2**64 - 1]):
+            same = {**body, "locations": locations, "generations": [1] * len(locations)}
+            assert (await fleet.send("r1", "POST", path, same)).status_code == 200
+        assert fleet.asked("r1", 1) == ["Unknown"]
+        assert fleet.asked("r1", 0) == ["Unknown"] * 3, "no shard has it, and the catalogue's says so"
+
+
+# ---------------------------------------------------------------- a copy of the catalogue that is behind
+
+
+async def test_an_instance_that_is_not_known_yet_is_looked_for_once() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        replica = fleet["r1"].replica
+        replica.known = {"m0"}
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)
+        assert problem(reply) == (404, "instance_unknown") and replica.refreshed == 1
+        replica.learns = {"m1"}
+        assert (await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)).status_code == 200
+        assert replica.refreshed == 2 and fleet.asked("r2", 1) == ["Lookup"]
+        replica.known = {"m0"}
+        reply = await fleet.send("r1", "GET", f"/v1/instances/m1/blocks/{HEX}")
+        assert reply.status_code == 200 and replica.refreshed == 3
+
+
+@pytest.mark.parametrize("learned", [True, False])
+async def test_a_refusal_by_a_data_shard_that_is_behind_is_asked_once_more(learned: bool) -> None:
+    async with open_fleet("r1") as fleet:
+        replica = fleet["r1"].replica
+        replica.learns = {"anything"} if learned else set()
+        replica.shard(1).rejects = [Rejection("reregister", "who?")]
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START)
+        assert reply.status_code == (200 if learned else 409) and replica.refreshed == 1
+        replica.shard(0).rejects = [Rejection("reregister", "who?")]
+        reply = await fleet.send("r1", "POST", "/v1/instances/m0/writes", START)
+        assert problem(reply) == (409, "reregister") and replica.refreshed == 1, "the catalogue knows"
+
+
+async def test_a_follower_refuses_nothing_that_its_leader_may_know_better() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        fleet["r1"].replica.shard(1).instance = lambda name: None  # type: ignore[method-assign]
+        assert (await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)).status_code == 200
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", {"keys": ["00"]})
+        assert problem(reply) == (422, "key_length") and fleet["r1"].forwarded("answered") == 2
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", {"kyes": []})
+        assert problem(reply) == (422, "unknown_field") and fleet["r1"].forwarded("answered") == 2
+
+
+# ---------------------------------------------------------------- followers' answers
+
+
+async def test_a_follower_answers_lookups_within_the_staleness_that_is_allowed() -> None:
+    settings = ApiSettings(staleness_ms_max=2_000)
+    async with open_fleet("r1", "r2", settings=settings) as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        shard = fleet["r1"].replica.shard(1)
+        shard.epoch, shard.durable_seq, shard.behind_ms = 4, 77, 150
+        path = "/v1/instances/m1/lookup"
+        reply = await fleet.send("r1", "POST", path, {**LOOKUP, "staleness_ms_max": 150, **OWNER})
+        told = msgspec.json.decode(reply.content)
+        assert (told["hits"], told["applied_seq"], told["staleness_ms"], told["seq"]) == (1, 77, 150, 77)
+        assert (reply.headers["x-ucm-seq"], reply.headers["x-ucm-staleness-ms"]) == ("1/4/77", "150")
+        assert len(shard.looked) == 1 and not fleet.asked("r2", 1)
+        (looked,) = shard.looked
+        assert isinstance(looked, commands.Lookup) and not looked.engine and not looked.lease_ms
+        for bound in (149, 0):
+            reply = await fleet.send("r1", "POST", path, {**LOOKUP, "staleness_ms_max": bound})
+            told = msgspec.json.decode(reply.content)
+            assert "applied_seq" not in told and "staleness_ms" not in told
+            assert "x-ucm-staleness-ms" not in reply.headers and reply.headers["x-ucm-seq"] == "1/1/1"
+        assert fleet.asked("r2", 1) == ["Lookup"] * 2 and len(shard.looked) == 1
+        # The service has a bound of its own: bytes that an older state names may be deleted already.
+        shard.behind_ms = 2_001
+        reply = await fleet.send("r1", "POST", path, {**LOOKUP, "staleness_ms_max": 2**53 - 1})
+        assert reply.headers["x-ucm-leader"].startswith("1 ")
+        reply = await fleet.send(
+            "r1", "POST", path, {**LOOKUP, "staleness_ms_max": 2**53 - 1}, x_ucm_direct="1"
+        )
+        assert problem(reply) == (421, "not_leader")
+        # The leader's answer is as ever.
+        reply = await fleet.send("r2", "POST", path, {**LOOKUP, "staleness_ms_max": 9})
+        assert "x-ucm-staleness-ms" not in reply.headers
+
+
+async def test_a_follower_without_a_leader_to_ask_still_answers_what_it_may() -> None:
+    async with open_fleet("r1", settings=ApiSettings(leader_wait_ms=50)) as fleet:
+        fleet.cluster.leaders = {0: "", 1: ""}
+        fleet["r1"].replica.shard(1).behind_ms = 900
+        path = "/v1/instances/m1/lookup"
+        reply = await fleet.send("r1", "POST", path, {**LOOKUP, "staleness_ms_max": 1_000})
+        assert reply.status_code == 200
+        assert problem(await fleet.send("r1", "POST", path, LOOKUP)) == (503, "not_ready")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "field"),
+    [
+        ({"staleness_ms_max": 5, "lease_ms": 100}, "invalid_field", "staleness_ms_max"),
+        ({"staleness_ms_max": -1}, "invalid_field", "staleness_ms_max"),
+        ({"staleness_ms_max": 2**53}, "invalid_field", "staleness_ms_max"),
+        ({"staleness_ms_max": 1.5}, "invalid_field", "staleness_ms_max"),
+        ({"staleness_ms_max": "5"}, "invalid_field", "staleness_ms_max"),
+    ],
+)
+async def test_what_staleness_cannot_be(body: Any, code: str, field: str) -> None:
+    async with open_fleet("r1") as fleet:
+        reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", {**LOOKUP, **body})
+        told = msgspec.json.decode(reply.content)
+        assert (told["code"], told["field"]) == (code, field)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/tenants", "/v1/engines", "/v1/switches", "/v1/switches/cluster", "/v1/switches/tenant/a"]
+)
+async def test_admin_reads_are_local_when_the_caller_takes_them_stale(path: str) -> None:
+    async with open_fleet("r1", "r2", settings=ApiSettings(staleness_ms_max=1_000)) as fleet:
+        fleet.cluster.leaders[0] = "r2"
+        shard = fleet["r1"].replica.shard(0)
+        shard.epoch, shard.durable_seq, shard.behind_ms = 2, 9, 1_000
+        reply = await fleet.send("r1", "GET", f"{path}?stale=true")
+        assert reply.status_code == 200 and "x-ucm-leader" not in reply.headers
+        assert (reply.headers["x-ucm-seq"], reply.headers["x-ucm-staleness-ms"]) == ("0/2/9", "1000")
+        reply = await fleet.send("r1", "GET", path)
+        assert "x-ucm-leader" in reply.headers and "x-ucm-staleness-ms" not in reply.headers
+        shard.behind_ms = 1_001
+        reply = await fleet.send("r1", "GET", f"{path}?stale=true")
+        assert "x-ucm-leader" in reply.headers, "too old for anybody"
+        reply = await fleet.send("r1", "GET", f"{path}?stale=maybe")
+        assert problem(reply)[0] == 422
