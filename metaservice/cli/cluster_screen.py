@@ -29,7 +29,8 @@ def draw(seen: ClusterStatus, console: Console) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(f"[bold red]![/] {escape(text)}", highlight=False)
+    # Not broken to the width of the terminal: an operator copies these lines.
+    console.print(f"[bold red]![/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _replicas(replicas: list[ReplicaStatus]) -> Table:
