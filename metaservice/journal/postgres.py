@@ -223,6 +223,7 @@ class PostgresJournal(PostgresReader):
         if self._is_open:
             raise JournalFailed(self._where, "opening", "it is open already", "close it first")
         self._open_session()
+        self._snapshots.forget()
         self._seen_seq = 0
         self._given = None
         self._unknown = None

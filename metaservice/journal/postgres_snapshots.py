@@ -85,6 +85,11 @@ class PostgresSnapshotStore:
         whole = self._newest(KEPT)
         return whole[KEPT - 1].seq if len(whole) >= KEPT else 0
 
+    def forget(self) -> None:
+        """Whatever was verified is verified anew when it is looked at next."""
+        with self._lock:
+            self._verified.clear()
+
     def _session(self) -> PostgresSession:
         return PostgresSession(self._settings, self._where)
 

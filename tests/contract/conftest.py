@@ -5,13 +5,49 @@ from pathlib import Path
 
 import pytest
 
+from metaservice.cli.local.postgres import LocalPostgres
 from metaservice.journal.port import Journal
+from metaservice.journal.postgres_migrate import migrate
+from metaservice.journal.postgres_settings import PostgresSettings
 from tests.contract.journal_benches import JournalBench, MemoryBench, SqliteBench
+from tests.contract.postgres_bench import SCHEMA, PostgresBench, Sql
+from tests.contract.postgres_proxy import PostgresProxy
+
+
+@pytest.fixture(scope="session")
+def journal_database(postgres_server: LocalPostgres) -> Iterator[tuple[str, Sql]]:
+    """A migrated database for all contract tests, and a connection to it."""
+    dsn = postgres_server.create_database("journal_contract")
+    migrate(PostgresSettings(dsn, SCHEMA))
+    sql = Sql(dsn)
+    yield dsn, sql
+    sql.close()
+    postgres_server.drop_database("journal_contract")
+
+
+@pytest.fixture
+def postgres_bench(journal_database: tuple[str, Sql]) -> Iterator[PostgresBench]:
+    """PostgreSQL, empty, behind a proxy that can lose replies."""
+    dsn, sql = journal_database
+    sql.empty()
+    with PostgresProxy(dsn) as proxy:
+        bench = PostgresBench(sql, proxy)
+        yield bench
+        bench.close()
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> JournalBench:
+    """Every store that keeps the journal contract."""
+    if request.param == "postgres":
+        found: JournalBench = request.getfixturevalue("postgres_bench")
+        return found
+    return MemoryBench() if request.param == "memory" else SqliteBench(tmp_path)
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> JournalBench:
-    """Every store that keeps the journal contract."""
+def embedded_bench(request: pytest.FixtureRequest, tmp_path: Path) -> JournalBench:
+    """The stores of one process, which lock, verify and cut when they are opened."""
     return MemoryBench() if request.param == "memory" else SqliteBench(tmp_path)
 
 

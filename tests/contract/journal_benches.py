@@ -18,6 +18,11 @@ from metaservice.journal.sqlite import SqliteJournal
 class JournalBench(ABC):
     """One store under test. Damage is done while no journal is open."""
 
+    scans_at_open = True
+    """Whether a start verifies every batch and snapshot, and so finds the damage that a reader would."""
+    reads_ahead = False
+    """Whether a read may give what was trimmed after it had begun."""
+
     @abstractmethod
     def journal(self, shard: int = 0) -> Journal:
         """Another object on the same store, not open."""

@@ -194,8 +194,9 @@ def test_shards_of_one_store_do_not_see_each_other(bench: JournalBench, journal:
 # ---------------------------------------------------------------- two openers
 
 
-def test_a_second_writer_is_refused_until_the_first_closes(bench: JournalBench, journal: Journal) -> None:
-    second = bench.journal()
+def test_a_second_writer_is_refused_until_the_first_closes(embedded_bench: JournalBench) -> None:
+    journal, second = embedded_bench.journal(), embedded_bench.journal()
+    journal.open()
     with pytest.raises(JournalLocked) as caught:
         second.open()
     assert caught.value.holder_pid is not None
@@ -210,10 +211,10 @@ def test_a_second_writer_is_refused_until_the_first_closes(bench: JournalBench, 
     second.close()
 
 
-def test_a_start_that_failed_leaves_no_lock(bench: JournalBench) -> None:
-    filled(bench, 3)
-    bench.drop_record(2)
-    journal = bench.journal()
+def test_a_start_that_failed_leaves_no_lock(embedded_bench: JournalBench) -> None:
+    filled(embedded_bench, 3)
+    embedded_bench.drop_record(2)
+    journal = embedded_bench.journal()
     for _ in range(2):
         with pytest.raises(CorruptJournal):
             journal.open()
@@ -226,11 +227,11 @@ def test_a_start_that_failed_leaves_no_lock(bench: JournalBench) -> None:
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("broken", [1, 2, 5])
-def test_a_damaged_tail_is_cut_and_reported(bench: JournalBench, how: str, broken: int) -> None:
-    epoch = filled(bench, 5)
+def test_a_damaged_tail_is_cut_and_reported(embedded_bench: JournalBench, how: str, broken: int) -> None:
+    epoch = filled(embedded_bench, 5)
     for first_seq in range(6 - broken, 6):
-        damage(bench, first_seq, how)
-    journal = bench.journal()
+        damage(embedded_bench, first_seq, how)
+    journal = embedded_bench.journal()
     report = journal.open()
     whole = 5 - broken
     assert report.head_seq == whole
@@ -249,11 +250,11 @@ def test_a_damaged_tail_is_cut_and_reported(bench: JournalBench, how: str, broke
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damage_before_a_whole_batch_stops_the_start(bench: JournalBench, how: str) -> None:
-    filled(bench, 5)
-    damage(bench, 3, how)
+def test_damage_before_a_whole_batch_stops_the_start(embedded_bench: JournalBench, how: str) -> None:
+    filled(embedded_bench, 5)
+    damage(embedded_bench, 3, how)
     for _ in range(2):
-        journal = bench.journal()
+        journal = embedded_bench.journal()
         with pytest.raises(CorruptJournal) as caught:
             journal.open()
         assert caught.value.seq == 3
@@ -279,24 +280,25 @@ def test_an_epoch_that_falls_is_no_history(bench: JournalBench, journal: Journal
     with pytest.raises(CorruptJournal, match="fell from 9 to 1"):
         list(journal.read(0))
     journal.close()
-    with pytest.raises(CorruptJournal, match="fell from 9 to 1") as caught:
-        journal.open()
-    assert caught.value.seq == 2
+    if bench.scans_at_open:
+        with pytest.raises(CorruptJournal, match="fell from 9 to 1") as caught:
+            journal.open()
+        assert caught.value.seq == 2
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-def test_a_hole_stops_the_start(bench: JournalBench, lost: int) -> None:
-    filled(bench, 5)
-    bench.drop_record(lost)
+def test_a_hole_stops_the_start(embedded_bench: JournalBench, lost: int) -> None:
+    filled(embedded_bench, 5)
+    embedded_bench.drop_record(lost)
     with pytest.raises(CorruptJournal) as caught:
-        bench.journal().open()
+        embedded_bench.journal().open()
     assert caught.value.seq == lost
 
 
-def test_batches_that_the_head_promised_and_are_not_there_are_reported(bench: JournalBench) -> None:
-    filled(bench, 5)
-    bench.drop_record(5)
-    journal = bench.journal()
+def test_batches_that_the_head_promised_and_are_not_there_are_reported(embedded_bench: JournalBench) -> None:
+    filled(embedded_bench, 5)
+    embedded_bench.drop_record(5)
+    journal = embedded_bench.journal()
     report = journal.open()
     assert report.head_seq == 4
     assert report.last_cut is not None
@@ -305,10 +307,10 @@ def test_batches_that_the_head_promised_and_are_not_there_are_reported(bench: Jo
     journal.close()
 
 
-def test_a_head_behind_the_last_whole_batch_moves_up_and_is_reported(bench: JournalBench) -> None:
-    filled(bench, 5)
-    bench.set_mark("head_seq", 3)
-    journal = bench.journal()
+def test_a_head_behind_the_last_whole_batch_moves_up_and_is_reported(embedded_bench: JournalBench) -> None:
+    filled(embedded_bench, 5)
+    embedded_bench.set_mark("head_seq", 3)
+    journal = embedded_bench.journal()
     report = journal.open()
     assert report.head_seq == 5
     assert report.last_cut is not None
@@ -317,8 +319,8 @@ def test_a_head_behind_the_last_whole_batch_moves_up_and_is_reported(bench: Jour
     journal.close()
 
 
-def test_a_batch_of_a_newer_release_is_neither_cut_nor_read(bench: JournalBench) -> None:
-    journal = bench.journal()
+def test_a_batch_of_a_newer_release_is_neither_cut_nor_read(embedded_bench: JournalBench) -> None:
+    journal = embedded_bench.journal()
     journal.open()
     append_to(journal, journal.claim(), 1, 2)
     newer = frame.seal(b"from the future", frame.BODY_VERSION + 1)
@@ -327,18 +329,18 @@ def test_a_batch_of_a_newer_release_is_neither_cut_nor_read(bench: JournalBench)
     for _ in range(2):
         with pytest.raises(UnsupportedVersion):
             journal.open()
-    assert bench.payload(3) == newer
+    assert embedded_bench.payload(3) == newer
 
 
-def test_a_batch_of_another_shard_does_not_pass(bench: JournalBench) -> None:
-    filled(bench, 2)
-    other = bench.journal(shard=1)
+def test_a_batch_of_another_shard_does_not_pass(embedded_bench: JournalBench) -> None:
+    filled(embedded_bench, 2)
+    other = embedded_bench.journal(shard=1)
     other.open()
     other.append(1, 1, other.claim(), body(1))
     other.append(2, 2, 1, frame.seal(b"the other shard's"))
     other.close()
-    bench.change_record(2, payload=frame.seal(b"the other shard's"))
-    report = bench.journal().open()
+    embedded_bench.change_record(2, payload=frame.seal(b"the other shard's"))
+    report = embedded_bench.journal().open()
     assert report.head_seq == 1
     assert report.last_cut is not None
 

@@ -92,11 +92,14 @@ def test_d5_a_reader_behind_the_trim_point_is_sent_to_the_snapshot(
     for seq in (4, 6):
         journal.snapshots.save(seq, epoch, DIGEST, [b"%d" % seq])
     journal.trim(6)
+    if bench.reads_ahead:
+        assert seqs(started) == [2, 3, 4, 5, 6]
+    else:
+        with pytest.raises(JournalTrimmed):
+            list(started)
     with pytest.raises(JournalTrimmed) as caught:
-        list(started)
-    assert caught.value.trimmed_seq == 4
-    with pytest.raises(JournalTrimmed):
         list(reader.read(0))
+    assert caught.value.trimmed_seq == 4
     info = reader.snapshots.latest()
     assert info is not None
     assert b"".join(reader.snapshots.load(info)) == b"6"
@@ -126,12 +129,12 @@ def test_a_damaged_newest_snapshot_is_passed_over_reported_and_still_recovered_f
     journal.close()
     bench.damage_snapshot(8)
     report = journal.open()
-    assert len(report.snapshot_faults) == 1
-    assert "checksum" in report.snapshot_faults[0].reason
     latest = journal.snapshots.latest()
     assert latest is not None
     assert latest.seq == 4
     assert len(journal.snapshots.faults) == 1
+    assert "checksum" in journal.snapshots.faults[0].reason
+    assert report.snapshot_faults == (journal.snapshots.faults if bench.scans_at_open else ())
     assert b"".join(journal.snapshots.load(latest)) == b"state4"
     assert seqs(journal.read(4)) == [5, 6, 7, 8, 9]
     assert journal.trim(9) == 4  # the damaged one covers nothing
@@ -197,8 +200,8 @@ def test_a_journal_older_than_its_snapshots_stops_the_start(bench: JournalBench)
     assert caught.value.seq == 4
 
 
-def test_a_trimmed_journal_without_its_snapshot_stops_the_start(bench: JournalBench) -> None:
-    journal = bench.journal()
+def test_a_trimmed_journal_without_its_snapshot_stops_the_start(embedded_bench: JournalBench) -> None:
+    journal = embedded_bench.journal()
     journal.open()
     epoch = journal.claim()
     append_to(journal, epoch, 1, 6)
@@ -206,18 +209,18 @@ def test_a_trimmed_journal_without_its_snapshot_stops_the_start(bench: JournalBe
         journal.snapshots.save(seq, epoch, DIGEST, [b"state"])
     assert journal.trim(6) == 2
     journal.close()
-    bench.damage_snapshot(2)
-    bench.damage_snapshot(4)
+    embedded_bench.damage_snapshot(2)
+    embedded_bench.damage_snapshot(4)
     with pytest.raises(CorruptJournal, match="no whole snapshot"):
         journal.open()
 
 
-def test_a_tail_cut_below_the_snapshot_goes_on_from_the_snapshot(bench: JournalBench) -> None:
-    epoch = filled(bench, 6)
-    bench.journal().snapshots.save(5, epoch, DIGEST, [b"state"])
+def test_a_tail_cut_below_the_snapshot_goes_on_from_the_snapshot(embedded_bench: JournalBench) -> None:
+    epoch = filled(embedded_bench, 6)
+    embedded_bench.journal().snapshots.save(5, epoch, DIGEST, [b"state"])
     for first_seq in (4, 5, 6):
-        damage(bench, first_seq, "payload")
-    journal = bench.journal()
+        damage(embedded_bench, first_seq, "payload")
+    journal = embedded_bench.journal()
     report = journal.open()
     assert report.head_seq == 5
     assert report.last_cut is not None
