@@ -59,13 +59,15 @@ def draw(status: dict[str, Any], console: Console) -> None:
     """The status as text for people."""
     service = status["service"]
     console.print(
-        f"cluster {service['cluster']}, shard {service['shard']}: {service['status']}"
-        f" (epoch {service['epoch']}, durable up to {service['seq']},"
+        f"replica {service['replica']} of cluster {service['cluster']}, {service['role']} of shard"
+        f" {service['shard']}: {service['status']} (epoch {service['epoch']}, durable up to {service['seq']},"
         f" version {service['versions']['service']})",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     if service["reason"]:
-        console.print(service["reason"], highlight=False, markup=False)
+        console.print(service["reason"], highlight=False, markup=False, soft_wrap=True)
     for kind in KINDS:
         if status[kind]:
             table = _usage_table if "usage" in status[kind][0] else _table
