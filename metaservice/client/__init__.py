@@ -7,6 +7,7 @@ from .errors import ClientError
 from .holder import Registration
 from .results import (
     AbortResult,
+    ClusterResult,
     ConfirmResult,
     DeleteTask,
     FinishResult,
@@ -29,6 +30,7 @@ __all__ = [
     "Client",
     "ClientConfig",
     "ClientError",
+    "ClusterResult",
     "ConfirmResult",
     "DeleteTask",
     "FinishResult",

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from .calls import Sending
+from .endpoints import CATALOGUE, Route
 from .errors import INVALID_REQUEST, PROTOCOL, CallFailed, client_error
 from .http import JSON, Reply
 from .speech import problem_of
@@ -20,16 +22,30 @@ class Ask(msgspec.Struct, frozen=True):
     path: str
     body: Any = None
 
-    def encoded(self) -> bytes:
-        """The body. Raises ClientError when the path or body cannot be sent."""
+    @property
+    def route(self) -> Route:
+        """Nearly all that operators ask about is in the catalogue."""
+        return CATALOGUE
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be sent again when it is not known whether it was done."""
+        return self.method in ("GET", "PUT")
+
+    @property
+    def wait_ms(self) -> int:
+        """No replica waits on purpose before it answers."""
+        return 0
+
+    def sending(self, accept: str) -> Sending:
+        """What to send. Raises CallFailed when the path or body cannot be sent."""
         if not self.path.startswith("/") or not _SAFE.issuperset(self.path.encode()):
-            raise client_error(
-                CallFailed(INVALID_REQUEST, "a path has characters that none may have", field="path")
-            )
+            raise CallFailed(INVALID_REQUEST, "a path has characters that none may have", field="path")
         try:
-            return b"" if self.body is None else msgspec.json.encode(self.body)
+            body = b"" if self.body is None else msgspec.json.encode(self.body)
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
-            raise client_error(CallFailed(INVALID_REQUEST, str(error))) from None
+            raise CallFailed(INVALID_REQUEST, str(error)) from None
+        return Sending(self.method, self.path, body, JSON, accept, straight=False)
 
 
 def tenant(id: str, bytes_max: int | None, blocks_max: int | None) -> Ask:
@@ -70,9 +86,20 @@ def group(
 
 
 def instance(
-    id: str, group: str, fingerprint: Mapping[str, Any], bytes_max: int | None, blocks_max: int | None
+    id: str,
+    group: str,
+    fingerprint: Mapping[str, Any],
+    bytes_max: int | None,
+    blocks_max: int | None,
+    shard: int | None,
 ) -> Ask:
-    body = {"group": group, "fingerprint": dict(fingerprint), "quota": _quota(bytes_max, blocks_max)}
+    body: dict[str, Any] = {
+        "group": group,
+        "fingerprint": dict(fingerprint),
+        "quota": _quota(bytes_max, blocks_max),
+    }
+    if shard is not None:
+        body["shard"] = shard
     return Ask("PUT", f"/v1/instances/{id}", body)
 
 
@@ -88,6 +115,13 @@ def switch(scope: str, id: str, mode: str, reason: str) -> Ask:
 
 def _quota(bytes_max: int | None, blocks_max: int | None) -> dict[str, int | None]:
     return {"bytes": bytes_max, "blocks": blocks_max}
+
+
+def passed(reply: Reply) -> Reply:
+    """The reply, unless another replica may know better. Raises CallFailed then."""
+    if reply.status == 503:
+        raise problem_of(reply)
+    return reply
 
 
 def json_of(reply: Reply) -> Any:

@@ -2,24 +2,27 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from . import admin
+from .aio_operators import AsyncOperators
 from .aiotransport import AsyncTransport
 from .base import Calling
 from .calls import Call
 from .config import ClientConfig, Keepalive
-from .errors import CallFailed, client_error
+from .errors import CallFailed
 from .holder import Registration
 from .http import JSON, Reply
-from .member_calls import ConfirmTask, Heartbeat, Leave, Register, TakeTasks, UnknownPlaces
+from .lease_shards import by_shard, joined
+from .member_calls import Cluster, ConfirmTask, Heartbeat, Leave, Register, TakeTasks, UnknownPlaces
 from .messages import Member
 from .read_calls import Lookup, ReleaseLeases, RenewLeases
 from .results import (
     AbortResult,
+    ClusterResult,
     ConfirmResult,
     DeleteTask,
     FinishResult,
@@ -39,7 +42,7 @@ from .write_calls import Abort, Finish, Remove, RenewWrite, StartWrite
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncOperators):
     """Asks the service and awaits; else as `Client`, with the same methods. May be used in several event
     loops, each with connections of its own. A cancelled call ends as cancelled and gives its connection
     up; a lease or session it may have got ends by itself. Background renewal does not run in the event
@@ -48,8 +51,7 @@ class AsyncClient:
 
     def __init__(self, config: ClientConfig | None = None) -> None:
         self.config = config or ClientConfig()
-        self._calling = Calling(self.config)
-        self._transport = AsyncTransport(self.config, self._calling.resolver)
+        self._calling = Calling(self.config, AsyncTransport, AsyncTransport.retire)
         self._finalizer = weakref.finalize(self, self._calling.keeps.close)
 
     async def __aenter__(self) -> Self:
@@ -64,28 +66,57 @@ class AsyncClient:
         """Stop renewing and close the connections of this event loop; calls fail from now on. Leases and
         sessions end by themselves."""
         await asyncio.to_thread(self._calling.keeps.close, self.config.timeout_ms)
-        await self._transport.close()
+        for endpoint in self._calling.endpoints.all:
+            await endpoint.transport.close()
 
     async def _run(self, call: Call[T], timeout_ms: int | None) -> T:
-        calling = self._calling
         nothing = call.nothing()
         if nothing is not None:
             return nothing
-        sent_ms = now_ms()
-        if calling.blocked(call, sent_ms):
-            return calling.refused(call)
+        began_ms = now_ms()
+        timeout_ms = timeout_ms or self.config.timeout_ms
         try:
-            request = calling.built(call)
-            deadline_ms = sent_ms + (timeout_ms or self.config.timeout_ms) + call.wait_ms
-            reply = await self._transport.exchange(request, deadline_ms, call.repeatable)
-            return calling.judged(call, reply, sent_ms)
-        except asyncio.CancelledError:
-            calling.cancelled()
-            raise
+            try:
+                return await self._try(call, began_ms, timeout_ms)
+            except CallFailed as failed:
+                return await self._try_again(call, failed, began_ms, timeout_ms)
         except CallFailed as failed:
-            return calling.came_to_nothing(call, failed, sent_ms)
+            return self._calling.came_to_nothing(call, failed)
+        except asyncio.CancelledError:
+            self._calling.cancelled()
+            raise
         except Exception:
-            return calling.broke(call)
+            return self._calling.broke(call)
+
+    async def _try_again(self, call: Call[T], failed: CallFailed, began_ms: int, timeout_ms: int) -> T:
+        """More tries, where that is wanted. Raises CallFailed."""
+        calling = self._calling
+        patience = calling.patience(call, failed)
+        while patience is not None:
+            pause_ms = calling.retry_in_ms(failed, began_ms, patience)
+            if not pause_ms:
+                break
+            await asyncio.sleep(pause_ms / 1_000)
+            sent_ms = now_ms()
+            try:
+                return await self._try(call, sent_ms, calling.left_ms(began_ms, sent_ms, timeout_ms))
+            except CallFailed as again:
+                failed = again
+        raise failed
+
+    async def _try(self, call: Call[T], sent_ms: int, timeout_ms: int) -> T:
+        """One try, at as many replicas as it takes. Raises CallFailed."""
+        calling = self._calling
+        trip = calling.begin(call, sent_ms, timeout_ms)
+        while True:
+            try:
+                reply = await trip.endpoint.transport.exchange(trip.request(), trip.until_ms, call.repeatable)
+                return calling.judged(call, trip, reply)
+            except CallFailed as failed:
+                calling.go_on(call, trip, failed)
+            except asyncio.CancelledError:
+                trip.abandon()
+                raise
 
     # -- engines and workers
 
@@ -239,12 +270,17 @@ class AsyncClient:
         timeout_ms: int | None = None,
     ) -> LeasesResult:
         """Renew leases in one call; with `locations`, and one lease, only these blocks of it."""
-        return await self._run(RenewLeases(leases, ttl_ms, locations), timeout_ms)
+        parts = by_shard(leases)
+        return joined(
+            leases, [await self._run(RenewLeases(part, ttl_ms, locations), timeout_ms) for part in parts]
+        )
 
     async def release(self, leases: str | Sequence[str], *, timeout_ms: int | None = None) -> LeasesResult:
         """End leases. The answer is also the last proof: what was read under a lease that is not `held`
         in the result must be thrown away, for its place may have been used for other blocks."""
-        return await self._run(ReleaseLeases([leases] if isinstance(leases, str) else leases), timeout_ms)
+        named = [leases] if isinstance(leases, str) else leases
+        parts = by_shard(named)
+        return joined(named, [await self._run(ReleaseLeases(part), timeout_ms) for part in parts])
 
     def held(self, id: str) -> bool:
         """Whether a lease or write session that is renewed in the background is known to hold now. Asks
@@ -267,11 +303,16 @@ class AsyncClient:
     # -- tasks of workers
 
     async def take_tasks(
-        self, *, limit: int = 1024, wait_ms: int = 0, timeout_ms: int | None = None
+        self,
+        *,
+        limit: int = 1024,
+        wait_ms: int = 0,
+        shard: int | None = None,
+        timeout_ms: int | None = None,
     ) -> TasksResult:
         """Deletion tasks of at most `limit` locations, waiting up to `wait_ms` (besides the deadline)
-        for some."""
-        return await self._run(TakeTasks(limit, wait_ms), timeout_ms)
+        for some: of `shard`, or of all shards that the catalogue's leader leads."""
+        return await self._run(TakeTasks(limit, wait_ms, shard), timeout_ms)
 
     async def confirm_task(
         self, task: DeleteTask, *, ok: Sequence[bool] | None = None, timeout_ms: int | None = None
@@ -287,85 +328,24 @@ class AsyncClient:
         *,
         timeout_ms: int | None = None,
     ) -> UnknownResult:
-        """Which of these places, found in `storage`, belong to no block."""
+        """Which of these places, found in `storage`, belong to no block. All are of one shard
+        (`location >> 44`)."""
         return await self._run(UnknownPlaces(storage, locations, generations), timeout_ms)
 
-    # -- operators; all raise ClientError
+    async def cluster(self, *, timeout_ms: int | None = None) -> ClusterResult:
+        """What the replica that is asked sees of the cluster: its members and shards."""
+        return await self._run(Cluster(), timeout_ms)
+
+    # -- operators
 
     async def _ask(self, ask: admin.Ask, accept: str = JSON) -> Reply:
-        body = ask.encoded()
-        request = self._calling.heads.request(ask.method, ask.path, body, JSON, accept)
-        try:
-            return await self._transport.exchange(
-                request, now_ms() + self.config.admin_timeout_ms, ask.method in ("GET", "PUT")
-            )
-        except CallFailed as failed:
-            raise client_error(failed) from None
-
-    async def put_tenant(
-        self, id: str, *, bytes_max: int | None = None, blocks_max: int | None = None
-    ) -> Any:
-        """Create or change a tenant; quotas None: no limit."""
-        return admin.json_of(await self._ask(admin.tenant(id, bytes_max, blocks_max)))
-
-    async def put_storage(
-        self,
-        id: str,
-        kind: str,
-        options: Mapping[str, str],
-        *,
-        capacity_bytes: int | None = None,
-        fault_domain: str = "",
-    ) -> Any:
-        """Register a storage; kind and options cannot change while groups name it."""
-        return admin.json_of(await self._ask(admin.storage(id, kind, options, capacity_bytes, fault_domain)))
-
-    async def put_group(
-        self,
-        id: str,
-        tenant: str,
-        storages: Sequence[str],
-        *,
-        bytes_max: int | None = None,
-        blocks_max: int | None = None,
-        high_permille: int = 950,
-        low_permille: int = 900,
-        eviction: str = "lru",
-    ) -> Any:
-        """Create or change a group of instances; `eviction` is `lru` or `reject`."""
-        ask = admin.group(id, tenant, storages, bytes_max, blocks_max, high_permille, low_permille, eviction)
-        return admin.json_of(await self._ask(ask))
-
-    async def put_instance(
-        self,
-        id: str,
-        group: str,
-        fingerprint: Mapping[str, Any],
-        *,
-        bytes_max: int | None = None,
-        blocks_max: int | None = None,
-    ) -> Any:
-        """Register an instance; the same id with another fingerprint is refused, naming each field that
-        differs."""
-        return admin.json_of(await self._ask(admin.instance(id, group, fingerprint, bytes_max, blocks_max)))
-
-    async def set_switch(self, scope: str, id: str, mode: str, *, reason: str = "") -> Any:
-        """Set the switch of a scope (`cluster` with id "", `tenant`, `group`, `instance`, `storage`)."""
-        return admin.json_of(await self._ask(admin.switch(scope, id, mode, reason)))
-
-    async def get_json(self, path: str) -> Any:
-        """`GET` of any route that answers with JSON; `path` as `/v1/...`."""
-        return admin.json_of(await self._ask(admin.Ask("GET", path)))
-
-    async def post_json(self, path: str, body: Any) -> Any:
-        """`POST` to a route that takes and answers JSON, such as a handover. Sent once: whether one that got
-        no answer was carried out is not known."""
-        return admin.json_of(await self._ask(admin.Ask("POST", path, body)))
-
-    async def get_text(self, path: str) -> str:
-        """`GET` of any other route, such as `/metrics`."""
-        return admin.text_of(await self._ask(admin.Ask("GET", path), "*/*"))
-
-    async def delete(self, path: str) -> Any:
-        """`DELETE` of a route such as `/v1/instances/{id}`."""
-        return admin.json_of(await self._ask(admin.Ask("DELETE", path)))
+        trip = self._calling.ask(ask, accept)
+        while True:
+            try:
+                reply = await trip.endpoint.transport.exchange(trip.request(), trip.until_ms, ask.repeatable)
+                reply = admin.passed(reply)
+            except CallFailed as failed:
+                self._calling.ask_on(trip, failed)
+            else:
+                trip.arrived()
+                return reply

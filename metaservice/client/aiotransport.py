@@ -108,8 +108,8 @@ class _Pool:
 
 
 class AsyncTransport:
-    """Calls over kept connections, `connections_max` at once and event loop. Each loop has connections
-    of its own."""
+    """Calls to one replica over kept connections, `connections_max` at once and event loop. Each loop has
+    connections of its own."""
 
     def __init__(self, config: ClientConfig, resolver: Resolver) -> None:
         self._config = config
@@ -131,6 +131,13 @@ class AsyncTransport:
             for _ in range(len(pool.waiting)):
                 pool.wake_one()
         await asyncio.sleep(0)  # the loop closes the sockets in its next round
+
+    def retire(self) -> None:
+        """Close the kept connections of all loops, from whatever thread; nobody is sent here any more."""
+        self._closed = True
+        for loop, pool in list(self._pools.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pool.close_idle)
 
     async def exchange(self, request: bytes, deadline_ms: int, repeatable: bool) -> Reply:
         """Send and receive before the deadline. Raises CallFailed. Repeats as the blocking transport does."""

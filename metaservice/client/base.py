@@ -3,53 +3,75 @@
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from . import forks
+from metaservice.wire.problems import PROBLEMS
+
+from . import admin, forks
 from .breaker import Backoff, Breaker, new_random
 from .calls import Call, Who
 from .config import ClientConfig, Keepalive
+from .endpoints import Endpoints
 from .errors import (
     BREAKER_OPEN,
     CLOSED,
-    CONNECTION_LOST,
     INTERNAL,
     INVALID_REQUEST,
-    PROTOCOL,
-    REFUSED_CONNECTION,
+    NOT_LEADER,
+    NOT_READY,
+    OVERLOADED,
     REJECTED,
-    TIMEOUT,
     CallFailed,
     client_error,
 )
 from .holder import Holder, Registration
-from .http import Heads, Reply
+from .http import Reply
 from .messages import Member
 from .notices import Notices
 from .resolve import Resolver
 from .results import Registered, now_ms
-from .speech import built, understood
+from .speech import spoken, understood
+from .trip import UNHEALTHY, Trip
 
 T = TypeVar("T")
+X = TypeVar("X")
 
-_UNHEALTHY = frozenset({TIMEOUT, REFUSED_CONNECTION, CONNECTION_LOST, PROTOCOL})
 _REREGISTER = REJECTED + "reregister"
 _LEASES_FULL = REJECTED + "too_many_leases"
-_WRITES_ONLY = frozenset({"journal_unavailable", "too_many_sessions"})
+_WRITES_ONLY = frozenset({REJECTED + "journal_unavailable", REJECTED + "too_many_sessions"})
 """Refusals that say nothing about reads."""
+_LATER = frozenset(
+    {
+        *UNHEALTHY,
+        *(BREAKER_OPEN, OVERLOADED, NOT_LEADER),
+        *(REJECTED + code for code, problem in PROBLEMS.items() if problem.retry),
+    }
+)
+"""Failures of a write that may succeed later, without anybody changing anything."""
+_LEADERLESS_MS_MAX = 500
+"""A shard that nobody leads is asked for again this soon: elections are short."""
+_RETRY_MS_MIN = 40
+_RETRY_MS_MAX = 400
 
 
-class Calling:
+class Calling(Generic[X]):
     """The state of a client that decides on calls and judges answers. Thread safe."""
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        make: Callable[[ClientConfig, Resolver], X],
+        retire: Callable[[X], None],
+    ) -> None:
+        """`make` gives the transport to a replica, `retire` ends one that is not needed any more."""
         self.config = config
         self.who = Who()
-        self.resolver = Resolver(config.host, config.port)
-        self.heads = Heads(config.host, config.port, config.base_path)
+        self.endpoints = Endpoints(config, make, retire)
         self._notices = Notices()
-        self._breaker = self._new_breaker(config.url)
-        self._write_breaker = self._new_breaker(f"{config.url} (writes)")
+        self._name = ",".join(config.urls)
+        self._spread = Backoff(1, 1, new_random())
+        self._breaker = self._new_breaker(self._name)
+        self._write_breaker = self._new_breaker(f"{self._name} (writes)")
         self.keeps = Holder(config, self.who, self._notices)
         forks.register(self)
 
@@ -67,45 +89,101 @@ class Calling:
         """Another process: other request ids, own jitter, and nothing known of the service's health."""
         self.who.renumber()
         self._notices.after_fork()
-        self._breaker = self._new_breaker(self.config.url)
-        self._write_breaker = self._new_breaker(f"{self.config.url} (writes)")
+        self.endpoints.after_fork()
+        self._spread = Backoff(1, 1, new_random())
+        self._breaker = self._new_breaker(self._name)
+        self._write_breaker = self._new_breaker(f"{self._name} (writes)")
 
-    def blocked(self, call: Call[Any], sent_ms: int) -> bool:
-        """Whether the call must not go out now."""
-        if call.writes and self._write_breaker.blocked(sent_ms):
-            return True
-        if not self._breaker.blocked(sent_ms):
-            return False
-        if call.writes:
-            self._write_breaker.abandoned()  # should it have been the probe there
-        return True
+    # -- a call on its way
 
-    def built(self, call: Call[Any]) -> bytes:
-        """The request of a call. Raises CallFailed."""
-        return built(self.heads, self.who, call)
+    def begin(self, call: Call[Any], sent_ms: int, timeout_ms: int) -> Trip[X]:
+        """The way of a call through the replicas. Raises CallFailed when it must not or cannot go out."""
+        writes = call.writes
+        if writes and self._write_breaker.blocked(sent_ms):
+            raise CallFailed(BREAKER_OPEN, "the writes before failed")
+        if self._breaker.blocked(sent_ms):
+            if writes:
+                self._write_breaker.abandoned()  # should it have been the probe there
+            raise CallFailed(BREAKER_OPEN, "the calls before failed")
+        try:
+            sending = spoken(self.who, call)
+            endpoints = self.endpoints
+            if endpoints.several and endpoints.held(call.route, writes, sent_ms):
+                raise CallFailed(BREAKER_OPEN, "the service asked to be left alone with this")
+            return Trip(endpoints, call, sending, sent_ms, timeout_ms)
+        except CallFailed:
+            self.cancelled()  # it was never sent
+            raise
 
-    def judged(self, call: Call[T], reply: Reply, sent_ms: int) -> T:
+    def judged(self, call: Call[T], trip: Trip[X], reply: Reply) -> T:
         """The result of a call from its reply. Raises CallFailed."""
-        result = understood(call, reply, sent_ms)
-        answered_ms = max(sent_ms, now_ms() - call.wait_ms)
-        self._breaker.answered(sent_ms, answered_ms)
+        asked_ms = trip.asked_ms
+        result = understood(call, reply, asked_ms)
+        answered_ms = max(asked_ms, now_ms() - call.wait_ms)
+        if self.endpoints.several:
+            trip.arrived()
+        self._breaker.answered(asked_ms, answered_ms)
         if call.writes:
-            self._write_breaker.answered(sent_ms, answered_ms)
+            self._write_breaker.answered(asked_ms, answered_ms)
         call.after(result, self.keeps)
         return result
 
-    def refused(self, call: Call[T]) -> T:
-        """The result of a call that was not sent because the breaker is open."""
-        result = call.failed(BREAKER_OPEN, "")
-        call.after(result, self.keeps)
-        if self.config.raise_errors:
-            raise client_error(CallFailed(BREAKER_OPEN, "the calls before failed"))
-        return result
+    def go_on(self, call: Call[Any], trip: Trip[X], failed: CallFailed) -> None:
+        """A replica did not do what was asked: `trip` is on its way to the next. Raises CallFailed when it
+        is over."""
+        try:
+            trip.go_on(failed)
+        except CallFailed as final:
+            self._learn(call, trip, final)
+            raise
 
-    def came_to_nothing(self, call: Call[T], failed: CallFailed, sent_ms: int) -> T:
+    def _learn(self, call: Call[Any], trip: Trip[X], failed: CallFailed) -> None:
+        now, asked_ms = now_ms(), trip.asked_ms
+        failure = failed.failure
+        if failed.status == 503 and failure != _LEASES_FULL:
+            self._refused_for_now(trip, failed, now)
+        elif failure in UNHEALTHY and trip.heard:
+            # The service is there, though not all of it: no reason to stay away from the rest.
+            self._breaker.answered(asked_ms, asked_ms)
+        elif failure == _LEASES_FULL:
+            self._breaker.answered(asked_ms, now)  # lookups without a lease go on
+        elif failure in UNHEALTHY or failed.status >= 500:
+            self._breaker.failed(asked_ms, now, failure)
+        elif failed.status:
+            self._breaker.answered(asked_ms, max(asked_ms, now - call.wait_ms))
+        else:
+            self.cancelled()  # it was never sent
+
+    def _refused_for_now(self, trip: Trip[X], failed: CallFailed, now: int) -> None:
+        """The service answered that it cannot now, perhaps with how long to stay away."""
+        asked_ms = trip.asked_ms
+        writes = failed.failure in _WRITES_ONLY
+        breaker = self._write_breaker if writes else self._breaker
+        pause_ms = min(failed.retry_after_ms, self.config.retry_after_ms_max)
+        if writes:
+            self._breaker.answered(asked_ms, now)
+        if self.endpoints.several:
+            # It is about one shard; those that others lead may be well.
+            if failed.failure == NOT_READY:
+                pause_ms = min(pause_ms, _LEADERLESS_MS_MAX)
+            self.endpoints.hold(trip.route, writes, now + self._spread.spread_ms(pause_ms))
+            self._breaker.answered(asked_ms, asked_ms)
+            self._write_breaker.abandoned()
+        elif pause_ms:
+            breaker.hold(now, pause_ms)
+        else:
+            breaker.failed(asked_ms, now, failed.failure)
+
+    def cancelled(self) -> None:
+        """A call was not sent, or given up by its caller: its fate says nothing."""
+        self._breaker.abandoned()
+        self._write_breaker.abandoned()
+
+    # -- what becomes of it
+
+    def came_to_nothing(self, call: Call[T], failed: CallFailed) -> T:
         """The result of a call that failed; raises it as ClientError where that was asked for."""
-        self._learn(call, failed, sent_ms)
-        if failed.failure != CLOSED:
+        if failed.failure not in (BREAKER_OPEN, CLOSED):
             kind = f"{type(call).__name__} {failed.failure}"
             where = f" ({failed.field})" if failed.field else ""
             self._notices.say(logging.WARNING, kind, f"{kind}{where}: {failed.detail}"[:500])
@@ -117,28 +195,23 @@ class Calling:
             raise client_error(failed)
         return result
 
-    def _learn(self, call: Call[Any], failed: CallFailed, sent_ms: int) -> None:
-        now = now_ms()
-        if failed.status == 503 and failed.failure.removeprefix(REJECTED) in _WRITES_ONLY:
-            if failed.retry_after_ms:
-                self._write_breaker.hold(now, self._bounded(failed.retry_after_ms))
-            else:
-                self._write_breaker.failed(sent_ms, now, failed.failure)
-            self._breaker.answered(sent_ms, now)
-        elif failed.failure == _LEASES_FULL:
-            self._breaker.answered(sent_ms, now)  # lookups without a lease go on
-        elif failed.status == 503 and failed.retry_after_ms:
-            self._breaker.hold(now, self._bounded(failed.retry_after_ms))
-        elif failed.failure in _UNHEALTHY or failed.status >= 500:
-            self._breaker.failed(sent_ms, now, failed.failure)
-        elif failed.status:
-            self._breaker.answered(sent_ms, max(sent_ms, now - call.wait_ms))
-        else:
-            self._breaker.abandoned()  # it was never sent
-            self._write_breaker.abandoned()
+    def patience(self, call: Call[Any], failed: CallFailed) -> Backoff | None:
+        """The pauses between tries of a call that came to nothing; None when it is not tried again."""
+        if self.config.retry_ms and call.writes and call.repeatable and failed.failure in _LATER:
+            return Backoff(_RETRY_MS_MIN, _RETRY_MS_MAX, new_random())
+        return None
 
-    def _bounded(self, retry_after_ms: int) -> int:
-        return min(retry_after_ms, self.config.retry_after_ms_max)
+    def retry_in_ms(self, failed: CallFailed, began_ms: int, patience: Backoff) -> int:
+        """After which pause it is tried again; 0: not again."""
+        if failed.failure not in _LATER:
+            return 0
+        asked_ms = min(failed.retry_after_ms, _RETRY_MS_MAX)
+        pause_ms = max(patience.next_ms(), patience.spread_ms(asked_ms))
+        return pause_ms if now_ms() + pause_ms < began_ms + self.config.retry_ms else 0
+
+    def left_ms(self, began_ms: int, sent_ms: int, timeout_ms: int) -> int:
+        """How long a try that begins now may take."""
+        return min(timeout_ms, began_ms + max(timeout_ms, self.config.retry_ms) - sent_ms)
 
     def registered(
         self,
@@ -159,10 +232,19 @@ class Calling:
         self.keeps.register(registration, member, None if answer.failure == INVALID_REQUEST else keepalive)
         return registration
 
-    def cancelled(self) -> None:
-        """A call was cancelled by its caller."""
-        self._breaker.abandoned()
-        self._write_breaker.abandoned()
+    def ask(self, ask: admin.Ask, accept: str) -> Trip[X]:
+        """The way of an operator's request, which each replica answers or passes on. Raises ClientError."""
+        try:
+            return Trip(self.endpoints, ask, ask.sending(accept), now_ms(), self.config.admin_timeout_ms)
+        except CallFailed as failed:
+            raise client_error(failed) from None
+
+    def ask_on(self, trip: Trip[X], failed: CallFailed) -> None:
+        """A replica did not answer an operator: `trip` is on its way to the next. Raises ClientError."""
+        try:
+            trip.go_on(failed)
+        except CallFailed as final:
+            raise client_error(final) from None
 
     def broke(self, call: Call[T]) -> T:
         """The result of a call in which this client itself failed: an engine must not pay for our

@@ -95,6 +95,10 @@ class Breaker:
             self._probe_until_ms = now_ms + self._probe_ms
             return False
 
+    def shut(self, now_ms: int) -> bool:
+        """Whether a call would be blocked now. Unlike `blocked`, this lets no probe out."""
+        return self._open and (now_ms < self._until_ms or now_ms < self._probe_until_ms)
+
     def answered(self, sent_ms: int, now_ms: int) -> None:
         """A call was answered as it should be, whatever the answer."""
         if now_ms - sent_ms > self._slow_ms:

@@ -15,12 +15,16 @@ import msgspec
 from metaservice.wire.schemas import Reply, Request
 
 from . import checks
+from .endpoints import CATALOGUE, Route
 from .errors import INVALID_REQUEST, NOT_REGISTERED, CallFailed
+from .http import MSGPACK
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
 
 _encoder = msgspec.msgpack.Encoder()
+_LOCATION_BITS = 44
+"""A location's lower bits are its number within its shard."""
 
 
 class Who:
@@ -72,23 +76,34 @@ class Keeps(Protocol):
 
 
 class Sending(msgspec.Struct, frozen=True):
-    """A request ready for the message layer."""
+    """A request ready for the message layer. `straight`: a replica that does not lead is to say who does;
+    otherwise it passes the request on."""
 
     method: str
     path: str
     body: bytes
+    media: str = MSGPACK
+    accept: str = MSGPACK
+    straight: bool = True
 
 
 class Call(ABC, Generic[T]):
     """One call. `writes`: needs the journal. `repeatable`: may be sent again when a kept connection
-    turns out dead."""
+    turns out dead, and to another replica."""
 
     __slots__ = ()
 
     writes = False
     repeatable = True
+    media = MSGPACK
+    """In which form the answer comes."""
     wait_ms = 0
     """How long the service may take on purpose (long poll), besides the deadline."""
+
+    @property
+    def route(self) -> Route:
+        """What the call is about, so whose leader has to answer it."""
+        return CATALOGUE
 
     @abstractmethod
     def request(self, who: Who) -> Sending:
@@ -125,6 +140,17 @@ def token(value: str, field: str) -> str:
     return value
 
 
+def shard_of(id: str) -> int:
+    """The shard that an id of the service (`w-<shard>-...`) carries; the catalogue's for any other text."""
+    shard = id[2 : id.find("-", 2)]
+    return int(shard) if len(shard) < 6 and shard.isdecimal() else CATALOGUE
+
+
+def shard_of_location(location: int) -> int:
+    """The shard of a location."""
+    return location >> _LOCATION_BITS
+
+
 def post(path: str, body: Request) -> Sending:
     return Sending("POST", path, _encoder.encode(body))
 
@@ -133,7 +159,7 @@ def put(path: str, body: Request) -> Sending:
     return Sending("PUT", path, _encoder.encode(body))
 
 
-def decoded(decoder: "msgspec.msgpack.Decoder[R]", body: bytes) -> R:
+def decoded(decoder: "msgspec.msgpack.Decoder[R] | msgspec.json.Decoder[R]", body: bytes) -> R:
     """The body as a reply struct. Unknown fields are ignored, wrong types are not."""
     try:
         return decoder.decode(body)

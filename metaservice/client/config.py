@@ -5,6 +5,9 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+Urls = str | tuple[str, ...]
+"""One URL, several in a tuple, or several with commas between them."""
+
 Keepalive = Literal["thread", "process"]
 """Who renews in the background: a daemon thread of this process, or a child process, which also goes on
 while this process holds the interpreter lock for long."""
@@ -17,14 +20,20 @@ class ClientConfig(Struct, frozen=True, kw_only=True):
     leave it off.
     """
 
-    url: str = "http://127.0.0.1:8600"
+    url: Urls = "http://127.0.0.1:8600"
+    """Where the service is; of several replicas any one will do, and each more is a way round those that
+    are gone."""
     timeout_ms: int = 1_000
+    retry_ms: int = 0
+    """A write that nobody took is tried again, after pauses, until so long after the call began: writers
+    then see a fail-over as a slow call. Such a call lasts at most the longer of this and its deadline. 0:
+    not tried again. Lookups never are."""
     admin_timeout_ms: int = 10_000
     raise_errors: bool = False
 
     connections_max: int = 64
-    """At most so many connections, and calls at once; further callers wait for one within their own
-    deadline."""
+    """At most so many connections, and calls at once, to each replica; further callers wait for one within
+    their own deadline."""
     idle_ms_max: int = 20_000
     """A connection that rested longer is not used again."""
     reply_size_max_bytes: int = 32 * 1024 * 1024
@@ -47,15 +56,13 @@ class ClientConfig(Struct, frozen=True, kw_only=True):
     by itself."""
 
     def __post_init__(self) -> None:
-        split = urlsplit(self.url)
-        if split.scheme != "http" or not split.hostname or split.query or split.fragment or split.username:
-            raise ValueError(f"url: expected http://host[:port][/path], got {self.url!r}")
-        if any(ord(letter) <= 32 or ord(letter) > 126 for letter in self.url):
-            raise ValueError("url: only printable ASCII characters")
-        split.port  # noqa: B018 - raises ValueError when it is not a port
+        if not self.urls:
+            raise ValueError("url: none")
+        for url in self.urls:
+            address_of(url)
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            if type(value) is int and value < 1:
+            if type(value) is int and value < (field != "retry_ms"):
                 raise ValueError(f"{field}: {value} is not positive")
         if self.breaker_pause_ms_min > self.breaker_pause_ms_max:
             raise ValueError("breaker_pause_ms_min: larger than breaker_pause_ms_max")
@@ -63,14 +70,17 @@ class ClientConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"keepalive: expected 'thread' or 'process', got {self.keepalive!r}")
 
     @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
+    def urls(self) -> tuple[str, ...]:
+        """The URLs, each once, without a slash at their end."""
+        urls = self.url.split(",") if isinstance(self.url, str) else self.url
+        return tuple(dict.fromkeys(url.strip().rstrip("/") for url in urls if url.strip()))
 
-    @property
-    def port(self) -> int:
-        return urlsplit(self.url).port or 80
 
-    @property
-    def base_path(self) -> str:
-        """Path before `/v1`, without a slash at its end."""
-        return urlsplit(self.url).path.rstrip("/")
+def address_of(url: str) -> tuple[str, int, str]:
+    """(host, port, path before `/v1`) of a URL of the service. Raises ValueError when it is none."""
+    split = urlsplit(url)
+    if split.scheme != "http" or not split.hostname or split.query or split.fragment or split.username:
+        raise ValueError(f"url: expected http://host[:port][/path], got {url!r}")
+    if any(ord(letter) <= 32 or ord(letter) > 126 for letter in url):
+        raise ValueError("url: only printable ASCII characters")
+    return split.hostname, split.port or 80, split.path.rstrip("/")

@@ -28,15 +28,28 @@ INTERNAL = "internal"
 
 REJECTED = "rejected:"
 
+NOT_LEADER = REJECTED + "not_leader"
+NOT_READY = REJECTED + "not_ready"
+
 
 class CallFailed(Exception):
     """Inside the client: a call came to nothing. Never reaches an engine; `failure` does.
 
-    `retry_after_ms`: how long the service asked us to stay away (0: it did not say).
+    `retry_after_ms`: how long the service asked us to stay away (0: it did not say). `shard`, `leader`: of
+    a refusal by a replica that does not lead, whose call it was and the URL of who does (-1 and "" when
+    not said).
     """
 
     def __init__(
-        self, failure: str, detail: str = "", *, status: int = 0, field: str = "", retry_after_ms: int = 0
+        self,
+        failure: str,
+        detail: str = "",
+        *,
+        status: int = 0,
+        field: str = "",
+        retry_after_ms: int = 0,
+        shard: int = -1,
+        leader: str = "",
     ) -> None:
         super().__init__(failure, detail)
         self.failure = failure
@@ -44,6 +57,8 @@ class CallFailed(Exception):
         self.status = status
         self.field = field
         self.retry_after_ms = retry_after_ms
+        self.shard = shard
+        self.leader = leader
 
 
 class Stale(Exception):

@@ -8,6 +8,9 @@ from .errors import CONNECTION_LOST, PROTOCOL, CallFailed
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 
+DIRECT = "X-Ucm-Direct: 1\r\n"
+"""Says that the sender knows what to do with the leader's address."""
+
 _INTERIM = 200
 _OVERHEAD_MAX_BYTES = 65_536
 """Head and framing of a reply, on top of the body's own limit."""
@@ -27,20 +30,28 @@ class Reply:
 
 
 class Heads:
-    """Writes requests to one service. The caller vouches for method and path: no space, no control
+    """Writes requests to one replica. The caller vouches for method and path: no space, no control
     character."""
 
-    __slots__ = ("_base_path", "_fixed")
+    __slots__ = ("_asked_straight", "_base_path", "_fixed")
 
     def __init__(self, host: str, port: int, base_path: str) -> None:
         named = f"[{host}]" if ":" in host else host
         self._base_path = base_path
         self._fixed = f" HTTP/1.1\r\nHost: {named}:{port}\r\n"
+        msgpack = f"Content-Type: {MSGPACK}\r\nAccept: {MSGPACK}\r\n"
+        self._asked_straight = f"{self._fixed}{DIRECT}{msgpack}Content-Length: "
 
-    def request(
+    def request(self, method: str, path: str, body: bytes) -> bytes:
+        """A whole request in msgpack, to be answered with the leader's address by a replica that is not
+        the leader."""
+        head = f"{method} {self._base_path}{path}{self._asked_straight}{len(body)}\r\n\r\n"
+        return head.encode("ascii") + body
+
+    def forwarded(
         self, method: str, path: str, body: bytes, media: str = MSGPACK, accept: str = MSGPACK
     ) -> bytes:
-        """The whole request."""
+        """A whole request that a replica passes on where it is not the leader."""
         head = (
             f"{method} {self._base_path}{path}{self._fixed}Content-Type: {media}\r\nAccept: {accept}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"

@@ -1,22 +1,22 @@
 """What goes on in the background, wherever it runs: heartbeats, renewals, and registering again.
 
-The same machine runs in a thread or in a child process. It is told messages and tells events, and owns
-one connection. It holds nothing for ever: whatever it is told to keep has an end, so that what an engine
-forgot ends by itself.
+The same machine runs in a thread or in a child process. It is told messages and tells events, and has
+connections of its own. It holds nothing for ever: whatever it is told to keep has an end, so that what an
+engine forgot ends by itself.
 """
 
 import logging
 from collections.abc import Callable
 from secrets import token_hex
-from typing import TypeVar
 
 from metaservice.wire.schemas import LeaseOutcome
 
+from .asking import Asking
 from .breaker import Backoff, new_random
-from .calls import Call, Who
+from .calls import Who, shard_of
 from .config import ClientConfig
+from .endpoints import CATALOGUE
 from .errors import REJECTED, CallFailed
-from .http import Heads
 from .member_calls import Heartbeat, Register
 from .messages import (
     Doubt,
@@ -36,13 +36,8 @@ from .messages import (
     Stop,
 )
 from .read_calls import RenewLeases
-from .resolve import Resolver
 from .results import WriteResult, now_ms
-from .speech import built, understood
-from .transport import Transport
 from .write_calls import RenewWrite
-
-T = TypeVar("T")
 
 WAIT_MS_MAX = 1_000
 """A keeper looks up at least this often."""
@@ -52,18 +47,18 @@ _RENEW_AT = 0.4
 _EARLY = 0.15
 """What is due within this part of its time to live goes with what is due now, in one call."""
 _LEASES_A_CALL = 1_000
-_RETRY_MS_MIN = 100
-_RETRY_MS_MAX = 2_000
+_REJOIN_MS_MIN = 100
 _REJOIN_MS_MAX = 60_000
 _REJECTED_AT_ALL = frozenset({400, 403, 404, 409, 422})
 
 
 class _Kept:
-    __slots__ = ("deadline_ms", "due_ms", "ttl_ms", "until_ms", "write")
+    __slots__ = ("deadline_ms", "due_ms", "shard", "ttl_ms", "until_ms", "write")
 
     def __init__(
-        self, ttl_ms: int, deadline_ms: int, until_ms: int, write: WriteResult | None = None
+        self, id: str, ttl_ms: int, deadline_ms: int, until_ms: int, write: WriteResult | None = None
     ) -> None:
+        self.shard = shard_of(id)
         self.ttl_ms = ttl_ms
         self.deadline_ms = deadline_ms
         self.until_ms = until_ms
@@ -78,24 +73,20 @@ class Keeping:
         self._config = config
         self._emit = emit
         self._who = Who()
-        self._heads = Heads(config.host, config.port, config.base_path)
-        self._transport = Transport(config, Resolver(config.host, config.port))
         self._random = new_random()
-        self._retry = Backoff(_RETRY_MS_MIN, _RETRY_MS_MAX, self._random)
-        self._rejoin = Backoff(_RETRY_MS_MIN, _REJOIN_MS_MAX, self._random)
+        self._asking = Asking(config, self._who, self._random, self._say)
+        self._rejoin = Backoff(_REJOIN_MS_MIN, _REJOIN_MS_MAX, self._random)
         self._member: Member | None = None
         self._beat_ms = 0
         self._joined_ms = 0
         self._leases: dict[str, _Kept] = {}
         self._sessions: dict[str, _Kept] = {}
         self._next_ms = 0
-        self._not_before_ms = 0
-        self._trouble = ""
         self.stopped = False
 
     def close(self) -> None:
-        """Give the connection up."""
-        self._transport.close()
+        """Give the connections up."""
+        self._asking.close()
 
     # -- what it is told
 
@@ -103,10 +94,10 @@ class Keeping:
         """Take one message. Never waits."""
         match message:
             case KeepLease(lease, ttl_ms, deadline_ms, until_ms):
-                self._keep(self._leases, lease, _Kept(ttl_ms, deadline_ms, until_ms))
+                self._keep(self._leases, lease, _Kept(lease, ttl_ms, deadline_ms, until_ms))
             case KeepSession(session, engine, incarnation, ttl_ms, deadline_ms, until_ms):
                 write = WriteResult(session=session, engine=engine, incarnation=incarnation)
-                self._keep(self._sessions, session, _Kept(ttl_ms, deadline_ms, until_ms, write))
+                self._keep(self._sessions, session, _Kept(session, ttl_ms, deadline_ms, until_ms, write))
             case Kept(items, fresh):
                 if fresh:
                     self._leases.clear()
@@ -146,41 +137,45 @@ class Keeping:
         service, each call with its own deadline."""
         now = now_ms()
         if now >= self._next_ms:
-            if now >= self._not_before_ms:
+            for shard in self._due_shards(now):
+                if now_ms() < self._asking.not_before_ms(shard):
+                    continue
                 try:
-                    self._beat()
-                    self._renew_leases()
-                    self._renew_sessions()
+                    if shard == CATALOGUE:
+                        self._beat()
+                    self._renew_leases(shard)
+                    self._renew_sessions(shard)
                 except CallFailed as failed:
-                    self._hold_off(failed)
+                    self._asking.hold_off(shard, failed)
+                else:
+                    self._asking.answered(shard)
             self._give_up()
             self._next_ms = self._earliest()
         return max(1, min(self._next_ms - now_ms(), WAIT_MS_MAX))
 
+    def _due_shards(self, now: int) -> list[int]:
+        """The shards about which something is due; registrations are the catalogue's, which goes first."""
+        due = {
+            item.shard
+            for kept in (self._leases, self._sessions)
+            for item in kept.values()
+            if item.due_ms <= now
+        }
+        if self._member is not None and self._beat_ms <= now:
+            due.add(CATALOGUE)
+        return sorted(due)
+
     def _earliest(self) -> int:
-        dues = [item.due_ms for kept in (self._leases, self._sessions) for item in kept.values()]
+        """When the next thing is due of what may be asked then."""
+        later = self._asking.not_before_ms
+        dues = [
+            max(item.due_ms, later(item.shard))
+            for kept in (self._leases, self._sessions)
+            for item in kept.values()
+        ]
         if self._member is not None:
-            dues.append(self._beat_ms)
-        return max(min(dues, default=now_ms() + WAIT_MS_MAX), self._not_before_ms)
-
-    def _ask(self, call: Call[T], timeout_ms: int) -> T:
-        sent_ms = now_ms()
-        request = built(self._heads, self._who, call)
-        reply = self._transport.exchange(request, sent_ms + timeout_ms, call.repeatable)
-        result = understood(call, reply, sent_ms)
-        self._retry.reset()
-        if self._trouble:
-            self._say(logging.INFO, "service answers again")
-            self._trouble = ""
-        return result
-
-    def _hold_off(self, failed: CallFailed) -> None:
-        """The service does not answer, or not well: the next try after a pause."""
-        asked_ms = min(failed.retry_after_ms, _RETRY_MS_MAX)
-        self._not_before_ms = now_ms() + max(self._retry.next_ms(), self._retry.spread_ms(asked_ms))
-        if failed.failure != self._trouble:
-            self._trouble = failed.failure
-            self._say(logging.WARNING, f"{failed.failure}: {failed.detail}")
+            dues.append(max(self._beat_ms, later(CATALOGUE)))
+        return min(dues, default=now_ms() + WAIT_MS_MAX)
 
     # -- heartbeats
 
@@ -193,7 +188,7 @@ class Keeping:
             self._register(member, timeout_ms)
             return
         try:
-            self._ask(Heartbeat(), timeout_ms)
+            self._asking.ask(Heartbeat(), timeout_ms)
         except CallFailed as failed:
             if failed.failure != REJECTED + "reregister":
                 raise
@@ -230,7 +225,7 @@ class Keeping:
 
     def _register(self, member: Member, timeout_ms: int) -> None:
         try:
-            answer = self._ask(Register.of(member), timeout_ms)
+            answer = self._asking.ask(Register.of(member), timeout_ms)
         except CallFailed as failed:
             if failed.failure == REJECTED + "incarnation_retired":
                 member.incarnation = self._who.incarnation = token_hex(8)
@@ -263,18 +258,18 @@ class Keeping:
 
     # -- renewals
 
-    def _renew_leases(self) -> None:
+    def _renew_leases(self, shard: int) -> None:
         now = now_ms()
-        due = {item.ttl_ms for item in self._leases.values() if item.due_ms <= now}
-        for ttl_ms in due:
+        ours = [(id, item) for id, item in self._leases.items() if item.shard == shard]
+        for ttl_ms in {item.ttl_ms for _, item in ours if item.due_ms <= now}:
             soon = now + round(ttl_ms * _EARLY)
-            ids = [id for id, item in self._leases.items() if item.ttl_ms == ttl_ms and item.due_ms <= soon]
+            ids = [id for id, item in ours if item.ttl_ms == ttl_ms and item.due_ms <= soon]
             for at in range(0, len(ids), _LEASES_A_CALL):
                 self._renew_batch(ids[at : at + _LEASES_A_CALL], ttl_ms)
 
     def _renew_batch(self, ids: list[str], ttl_ms: int) -> None:
         sent_ms = now_ms()
-        result = self._ask(RenewLeases(ids, ttl_ms, None), self._timeout_ms(ttl_ms))
+        result = self._asking.ask(RenewLeases(ids, ttl_ms, None), self._timeout_ms(ttl_ms))
         held_ms = min(result.ttl_ms or ttl_ms, ttl_ms)
         renewed: dict[str, int] = {}
         lost: list[str] = []
@@ -291,12 +286,13 @@ class Keeping:
         if lost:
             self._emit(Lost(leases=lost, why="the service says that they are over"))
 
-    def _renew_sessions(self) -> None:
+    def _renew_sessions(self, shard: int) -> None:
         now = now_ms()
-        for id, item in [(id, item) for id, item in self._sessions.items() if item.due_ms <= now]:
+        ours = [(id, item) for id, item in self._sessions.items() if item.shard == shard]
+        for id, item in [(id, item) for id, item in ours if item.due_ms <= now]:
             assert item.write is not None
             try:
-                result = self._ask(RenewWrite(item.write, item.ttl_ms), self._timeout_ms(item.ttl_ms))
+                result = self._asking.ask(RenewWrite(item.write, item.ttl_ms), self._timeout_ms(item.ttl_ms))
             except CallFailed as failed:
                 if failed.status not in _REJECTED_AT_ALL:
                     raise

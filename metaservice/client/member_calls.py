@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec.msgpack import Decoder
 
 from metaservice.wire.columns import packed
 from metaservice.wire.schemas import (
+    ClusterReply,
     ConfirmTaskReply,
     ConfirmTaskRequest,
     HeartbeatReply,
@@ -22,11 +24,14 @@ from metaservice.wire.schemas import (
 from metaservice.wire.schemas import DeleteTask as WireTask
 
 from . import checks
-from .calls import Call, Sending, Who, decoded, name, post, put, token
+from .calls import Call, Sending, Who, decoded, name, post, put, shard_of, shard_of_location, token
 from .checks import between, codes, lying
+from .endpoints import CATALOGUE, Route
 from .errors import INVALID_REQUEST, CallFailed
+from .http import JSON
 from .messages import Member
 from .results import (
+    ClusterResult,
     ConfirmResult,
     DeleteTask,
     HeartbeatResult,
@@ -49,6 +54,7 @@ _heartbeat = Decoder(HeartbeatReply)
 _tasks = Decoder(TakeTasksReply)
 _confirm = Decoder(ConfirmTaskReply)
 _unknown = Decoder(UnknownReply)
+_cluster = msgspec.json.Decoder(ClusterReply)
 
 _TTL_MS_MAX = 2**31
 
@@ -158,20 +164,27 @@ class Leave(Call[LeaveResult]):
 
 
 class TakeTasks(Call[TasksResult]):
-    """`POST /v1/workers/{id}/tasks`. Not repeated by itself: tasks of a lost answer would be out until
-    they time out."""
+    """`POST /v1/workers/{id}/tasks`: of one shard, or of all that the replica leads that is asked. Not
+    repeated by itself: tasks of a lost answer would be out until they time out."""
 
-    __slots__ = ("limit", "wait_ms")
+    __slots__ = ("limit", "shard", "wait_ms")
 
     repeatable = False
 
-    def __init__(self, limit: int, wait_ms: int) -> None:
+    def __init__(self, limit: int, wait_ms: int, shard: int | None) -> None:
         self.limit = limit
         self.wait_ms = wait_ms
+        self.shard = shard
+
+    @property
+    def route(self) -> Route:
+        return CATALOGUE if self.shard is None else self.shard
 
     def request(self, who: Who) -> Sending:
         id, incarnation = who.current("worker")
-        body = TakeTasksRequest(incarnation=incarnation, limit=self.limit, wait_ms=self.wait_ms)
+        body = TakeTasksRequest(
+            incarnation=incarnation, limit=self.limit, wait_ms=self.wait_ms, shard=self.shard
+        )
         return post(f"/v1/workers/{name(id, 'worker')}/tasks", body)
 
     def answer(self, body: bytes, sent_ms: int) -> TasksResult:
@@ -211,6 +224,10 @@ class ConfirmTask(Call[ConfirmResult]):
 
     writes = True
 
+    @property
+    def route(self) -> Route:
+        return shard_of(self.task)
+
     def __init__(self, task: DeleteTask, ok: Sequence[bool] | None) -> None:
         self.task = task.task
         self.rows = len(task.locations)
@@ -237,7 +254,7 @@ class ConfirmTask(Call[ConfirmResult]):
 
 
 class UnknownPlaces(Call[UnknownResult]):
-    """`POST /v1/workers/{id}/unknown`."""
+    """`POST /v1/workers/{id}/unknown`, about places of one shard."""
 
     __slots__ = ("generations", "locations", "storage")
 
@@ -246,11 +263,17 @@ class UnknownPlaces(Call[UnknownResult]):
         self.locations = locations
         self.generations = generations
 
+    @property
+    def route(self) -> Route:
+        return shard_of_location(self.locations[0])
+
     def nothing(self) -> UnknownResult | None:
         return None if len(self.locations) else UnknownResult()
 
     def request(self, who: Who) -> Sending:
         id, incarnation = who.current("worker")
+        if len(set(map(shard_of_location, self.locations))) > 1:
+            raise CallFailed(INVALID_REQUEST, "locations of more than one shard", field="locations")
         body = UnknownRequest(
             incarnation=incarnation,
             storage=self.storage,
@@ -266,3 +289,29 @@ class UnknownPlaces(Call[UnknownResult]):
 
     def failed(self, failure: str, detail: str) -> UnknownResult:
         return UnknownResult(unknown=bytes(len(self.locations)), failure=failure, detail=detail)
+
+
+class Cluster(Call[ClusterResult]):
+    """`GET /v1/cluster`, which every replica answers for itself."""
+
+    __slots__ = ()
+
+    media = JSON
+
+    def request(self, who: Who) -> Sending:
+        return Sending("GET", "/v1/cluster", b"", JSON, JSON, straight=False)
+
+    def answer(self, body: bytes, sent_ms: int) -> ClusterResult:
+        reply = decoded(_cluster, body)
+        if not reply.shards or [one.shard for one in reply.shards] != list(range(len(reply.shards))):
+            raise lying("shards: not each of them once")
+        return ClusterResult(
+            cluster=reply.cluster,
+            replica=reply.replica,
+            url=reply.url,
+            members=reply.members,
+            shards=reply.shards,
+        )
+
+    def failed(self, failure: str, detail: str) -> ClusterResult:
+        return ClusterResult(failure=failure, detail=detail)

@@ -16,8 +16,9 @@ from metaservice.wire.schemas import (
 )
 
 from . import checks
-from .calls import Call, Keeps, Sending, Who, decoded, name, post, token
+from .calls import Call, Keeps, Sending, Who, decoded, name, post, shard_of, token
 from .checks import between, codes, lying
+from .endpoints import Route
 from .results import LeasesResult, LookupResult, Places
 
 _lookup = Decoder(LookupReply)
@@ -54,6 +55,10 @@ class Lookup(Call[LookupResult]):
         self.parent = parent
         self.lease_ms = lease_ms
         self.renew = renew
+
+    @property
+    def route(self) -> Route:
+        return self.instance
 
     def nothing(self) -> LookupResult | None:
         return None if self.keys else LookupResult(asked=0, cut="none")
@@ -141,12 +146,16 @@ class Lookup(Call[LookupResult]):
 
 
 class _OfLeases(Call[LeasesResult]):
-    """What is said about leases, in the order named."""
+    """What is said about leases of one shard, in the order named."""
 
     __slots__ = ("leases",)
 
     def __init__(self, leases: Sequence[str]) -> None:
         self.leases = list(leases)
+
+    @property
+    def route(self) -> Route:
+        return shard_of(self.leases[0])
 
     def nothing(self) -> LeasesResult | None:
         return None if self.leases else LeasesResult()

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from metaservice.wire.schemas import (
+    ClusterMember,
+    ClusterShard,
     FinishStatus,
     LeaseOutcome,
     PartRef,
@@ -200,8 +202,8 @@ class AbortResult(Struct, kw_only=True):
 
 class LeasesResult(Struct, kw_only=True):
     """One row a named lease: `outcomes` (LeaseOutcome), `changed`: blocks that are no longer what was
-    leased; data read under such a lease must be thrown away. After a failure all outcomes are `unknown`:
-    hold nothing for leased."""
+    leased; data read under such a lease must be thrown away. After a failure the outcomes of leases whose
+    shard did not answer are `unknown`: hold nothing for leased."""
 
     leases: list[str] = []
     outcomes: bytes = b""
@@ -295,5 +297,18 @@ class UnknownResult(Struct, kw_only=True):
     nothing may go."""
 
     unknown: bytes = b""
+    failure: str | None = None
+    detail: str = ""
+
+
+class ClusterResult(Struct, kw_only=True):
+    """The cluster as the replica `replica` at `url` sees it: who is alive, and per shard who leads it. Empty
+    after a failure."""
+
+    cluster: str = ""
+    replica: str = ""
+    url: str = ""
+    members: list[ClusterMember] = []
+    shards: list[ClusterShard] = []
     failure: str | None = None
     detail: str = ""

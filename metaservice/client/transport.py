@@ -90,7 +90,7 @@ class Connection:
 
 
 class Transport:
-    """Calls over kept connections. Thread safe; at most `connections_max` calls at once."""
+    """Calls to one replica over kept connections. Thread safe; at most `connections_max` calls at once."""
 
     def __init__(self, config: ClientConfig, resolver: Resolver) -> None:
         self._config = config

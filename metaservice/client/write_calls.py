@@ -24,8 +24,9 @@ from metaservice.wire.schemas import (
 )
 
 from . import checks
-from .calls import Call, Keeps, Sending, Who, decoded, name, post, token
+from .calls import Call, Keeps, Sending, Who, decoded, name, post, shard_of, token
 from .checks import between, codes, lying
+from .endpoints import Route
 from .results import AbortResult, FinishResult, RemoveResult, RenewResult, WriteResult
 
 _start = Decoder(StartWriteReply)
@@ -81,6 +82,10 @@ class StartWrite(Call[WriteResult]):
         self.renew = renew
         self.request_id = request_id or ""
         self.engine = self.incarnation = ""
+
+    @property
+    def route(self) -> Route:
+        return self.instance
 
     def nothing(self) -> WriteResult | None:
         return None if self.keys else WriteResult()
@@ -176,6 +181,10 @@ class _OfSession:
             self.session, self.engine, self.incarnation = write, "", ""
         else:
             self.session, self.engine, self.incarnation = write.session or "", write.engine, write.incarnation
+
+    @property
+    def route(self) -> Route:
+        return shard_of(self.session)
 
     def path(self, who: Who, verb: str) -> str:
         if not self.engine:
@@ -309,6 +318,10 @@ class Remove(Call[RemoveResult]):
         self.group = group
         self.lease = lease
         self.request_id = request_id or ""
+
+    @property
+    def route(self) -> Route:
+        return self.instance
 
     def nothing(self) -> RemoveResult | None:
         return None if self.keys else RemoveResult()

@@ -37,6 +37,7 @@ class Request:
         self.connection = connection
         self.number = number
         self.line = head.split(b"\r\n", 1)[0].decode()
+        self.direct = b"\r\nx-ucm-direct: 1" in head.lower()
         self.body = body
         self.at_s = time.monotonic()
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from metaservice.client import AsyncClient, Client, ClientConfig
+from metaservice.client.asking import RETRY_MS_MAX
 from metaservice.client.breaker import Backoff, Breaker, new_random
-from metaservice.client.keeping import _RETRY_MS_MAX
 from metaservice.core.model import Limits
 from tests.unit.client_peers import Request, answer_to, good, http, peer, problem, resetting, silent
 
@@ -295,7 +295,7 @@ async def test_c9_many_clients_come_back_spread() -> None:
 
 def test_c9_a_registration_outlives_several_tries() -> None:
     """However unlucky the jitter, several heartbeats are tried before the registration expires."""
-    assert Limits().expire_ms >= 5 * _RETRY_MS_MAX
+    assert Limits().expire_ms >= 5 * RETRY_MS_MAX
 
 
 def test_backoffs_of_two_clients_differ() -> None:

@@ -55,8 +55,9 @@ def test_async_client_in_a_forked_child_leaves_the_parents_connections_alone() -
             if child == 0:
                 status = 1
                 try:
-                    client._transport.after_fork()  # again: it must be harmless
-                    status = 0 if not list(client._transport._pools) else 2
+                    transport = client._calling.endpoints.all[0].transport
+                    transport.after_fork()  # again: it must be harmless
+                    status = 0 if not list(transport._pools) else 2
                 finally:
                     os._exit(status)
             assert (await asyncio.to_thread(os.waitpid, child, 0))[1] == 0

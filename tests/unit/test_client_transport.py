@@ -142,7 +142,7 @@ def test_c9_addresses_that_worked_are_used_while_the_name_server_is_down(
     monkeypatch.setattr(socket, "getaddrinfo", once)
     with peer(good) as one, Client(config_for("http://cache.example:1", idle_ms_max=1)) as client:
         assert client.lookup("i", KEYS).hits == len(KEYS)
-        client._calling.resolver._renew_at_ms = 0
+        client._calling.endpoints.all[0].resolver._renew_at_ms = 0
         time.sleep(0.01)  # the kept connection is too old now: the next call connects again
         assert client.lookup("i", KEYS).hits == len(KEYS)
         assert one.connections == 2

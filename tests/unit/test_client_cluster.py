@@ -1,0 +1,416 @@
+"""Several replicas: who is asked, in what order, for how long, and what is remembered of it."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from metaservice.client import AsyncClient, Client, ClientConfig, ClientError, DeleteTask, LookupResult
+from metaservice.client.endpoints import ENDPOINTS_MAX
+from metaservice.wire.schemas import LeaseOutcome, StorageRef
+from tests.unit.client_cluster import KEYS, FakeCluster, cluster
+from tests.unit.client_peers import Request, good, peer, problem
+
+HALF_S = 0.5
+"""What a stopped replica may cost: half of the deadline."""
+SLACK_S = 0.3
+
+Look = Callable[[ClientConfig, int], list[LookupResult]]
+
+
+def _blocking(config: ClientConfig, times: int) -> list[LookupResult]:
+    with Client(config) as client:
+        return [client.lookup("i1", KEYS) for _ in range(times)]
+
+
+def _awaiting(config: ClientConfig, times: int) -> list[LookupResult]:
+    async def look() -> list[LookupResult]:
+        async with AsyncClient(config) as client:
+            return [await client.lookup("i1", KEYS) for _ in range(times)]
+
+    return asyncio.run(look())
+
+
+both = pytest.mark.parametrize("look", [_blocking, _awaiting], ids=["sync", "async"])
+
+
+def writer(house: FakeCluster, **changes: Any) -> Client:
+    client = Client(house.config(**changes))
+    assert client.register_engine("e", keepalive=None).active
+    return client
+
+
+# -- the way to the leader
+
+
+@both
+def test_the_leader_is_learned_and_asked_straight_from_then_on(look: Look) -> None:
+    with cluster() as house:
+        results = look(house.config(), 20)
+        assert [result.hits for result in results] == [8] * 20
+        asked = house.asked("lookup")
+        assert asked[-20:] == [1] * 20
+        assert len(asked) <= 21, "told once at most"
+
+
+@both
+def test_one_url_of_a_cluster_is_enough(look: Look) -> None:
+    with cluster() as house:
+        results = look(house.config(url=house.urls[0]), 5)
+        assert [result.hits for result in results] == [8] * 5
+        assert house.asked("lookup") == [0, 1, 1, 1, 1, 1]
+        assert all(request.direct for _, request in house.got("lookup"))
+
+
+def test_ids_carry_their_shard_and_registrations_are_the_catalogues() -> None:
+    with cluster() as house, writer(house) as client:
+        started = client.start_write("i2", KEYS)
+        assert started.session == "w-2-1"
+        house.peers[2].requests.clear()
+        assert client.finish(started, started.locations, started.generations).failure is None
+        assert client.renew_write(started).failure is None
+        assert client.abort(started).failure is None
+        lease = client.lookup("i2", KEYS, lease_ms=1_000).lease
+        assert client.release(lease or "").held()
+        assert [request.verb for request in house.peers[2].requests] == [
+            "finish", "renew", "abort", "lookup", "release",
+        ]  # fmt: skip
+        assert client.heartbeat().failure is None
+        assert house.asked("heartbeat") == [0]
+
+
+def test_worker_calls_go_to_the_shard_they_are_about() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        assert client.register_worker("w", ["s"], keepalive=None).active
+        for shard in (0, 1, 2, 2):
+            assert client.take_tasks(shard=shard).failure is None
+        assert [one.fields.get("shard") for number, one in house.got("tasks") if number == 2][-2:] == [2, 2]
+        task = DeleteTask(
+            task="t-1-3-4",
+            storage=StorageRef(name="s", kind="posix", options={}),
+            parts=("tp0",),
+            locations=array("Q", [1]),
+            generations=array("I", [1]),
+            ttl_ms=1_000,
+            deadline_ms=0,
+        )
+        assert client.confirm_task(task).gone == 1
+        assert house.asked("confirm") == [1]
+        assert client.unknown_places("s", [(2 << 44) + 7], [1]).failure is None
+        assert house.asked("unknown")[-1] == 2
+        mixed = client.unknown_places("s", [7, (2 << 44) + 7], [1, 1])
+        assert (mixed.failure, mixed.unknown) == ("invalid_request", b"\0\0"), "nothing may go"
+
+
+def test_leases_of_several_shards_are_ended_in_one_call_each_by_its_leader() -> None:
+    def third_gone(number: int, request: Request) -> None:
+        if number == 2 and request.verb in ("release", "renew"):
+            request.send(problem(500, "internal"))
+        else:
+            behave(number, request)
+
+    with cluster() as house, Client(house.config()) as client:
+        leases = ["r-1-5-1", "r-0-5-1", "r-1-5-2", "r-2-5-1"]
+        ended = client.release(leases)
+        assert (ended.failure, ended.leases) == (None, leases)
+        assert all(ended.held(row) for row in range(4))
+        at_one = [
+            request for number, request in house.got("release") if "/r-1-" in request.line and number == 1
+        ]
+        assert [request.fields["also"] for request in at_one] == [["r-1-5-2"]], "both in one request"
+        behave, house._behave = house._behave, third_gone  # type: ignore[method-assign]
+        some = client.renew_leases(leases, ttl_ms=500)
+        assert some.failure == "rejected:internal"
+        renewed, unknown = LeaseOutcome.renewed, LeaseOutcome.unknown
+        assert list(some.outcomes) == [renewed, renewed, renewed, unknown]
+
+
+def test_one_answer_moves_all_instances_of_a_shard() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        for _ in range(2):
+            assert client.lookup("i1", KEYS).hits == client.lookup("j1", KEYS).hits == 8
+        house.leads[1] = 2
+        before = house.count()[1]
+        assert client.lookup("i1", KEYS).hits == client.lookup("j1", KEYS).hits == 8
+        told = house.count()[1] - before
+        assert told <= 2
+        assert client.lookup("j1", KEYS).hits == 8
+        assert house.asked("lookup")[-2:] == [2, 2]
+
+
+def test_operators_ask_any_replica_which_passes_on() -> None:
+    def answer(request: Request) -> None:
+        got.append(request)
+        request.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+
+    got: list[Request] = []
+    with (
+        peer(answer) as one,
+        peer(answer) as other,
+        Client(ClientConfig(url=(one.url, other.url), raise_errors=True)) as client,
+    ):
+        assert client.put_tenant("t") == {}
+        one.close()
+        assert client.put_instance("i", "g", {}, shard=2) == {}
+        assert client.get_json("/v1/tenants") == {}
+        other.close()
+        with pytest.raises(ClientError, match=r"refused_connection|connection_lost"):
+            client.get_json("/v1/tenants")
+    assert not any(request.direct for request in got)
+    assert b'"shard":2' in got[1].body
+
+
+def test_cluster_tells_of_shards_and_members() -> None:
+    def answer(request: Request) -> None:
+        rows = b",".join(
+            b'{"shard":%d,"role":"leader","status":"","reason":"","ready":true,' % n
+            + b'"leader":"a","leader_url":"http://a:1","epoch":3,"seq":4}'
+            for n in shards
+        )
+        body = (
+            b'{"replica":"a","url":"http://a:1","cluster":"c","status":"ready","reason":"","ready":true,'
+            b'"members":[],"shards":[' + rows + b"]}"
+        )
+        request.send(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+
+    shards = [0, 1]
+    with peer(answer) as one, Client(ClientConfig(url=one.url)) as client:
+        seen = client.cluster()
+        assert (seen.failure, seen.replica, len(seen.shards), seen.shards[1].epoch) == (None, "a", 2, 3)
+        shards = [0, 2]
+        assert client.cluster().failure == "protocol"
+
+
+# -- replicas that are gone
+
+
+@both
+def test_d2_dead_leader_is_gone_round_within_the_same_call(look: Look) -> None:
+    with cluster() as house:
+        assert look(house.config(), 1)[0].hits == 8
+        house.kill(1)
+        house.leads[1] = 2
+        began = time.monotonic()
+        assert [result.failure for result in look(house.config(), 5)] == [None] * 5
+        assert time.monotonic() - began < SLACK_S
+
+
+def test_a7_write_without_an_answer_is_asked_for_elsewhere_with_the_same_id() -> None:
+    """The first leader may have done it: only the same request id finds the first allocation again."""
+    with cluster() as house, writer(house) as client:
+        assert client.lookup("i1", KEYS).hits == 8
+        house.resets.add(1)
+        house.leads[1] = 2
+        started = client.start_write("i1", KEYS)
+        assert (started.failure, len(started.writable)) == (None, 8)
+        bodies = {request.body for _, request in house.got("writes")}
+        assert len(bodies) == 1, "one call, whoever answers it"
+        assert house.asked("writes")[-1] == 2
+
+
+def test_a7_a_leader_that_steps_down_is_not_taken_for_nothing_happened() -> None:
+    """421 after the space was allocated: the retry on the new leader carries the same id."""
+    with cluster() as house, writer(house) as client:
+        client.lookup("i1", KEYS)
+        house.leads[1] = 0
+        started = client.start_write("i1", KEYS)
+        assert started.failure is None
+        assert house.asked("writes") == [1, 0]
+        (_, first), (_, second) = house.got("writes")
+        assert first.fields["request_id"] == second.fields["request_id"] == started.request_id
+
+
+def test_what_must_not_be_repeated_is_not_but_finds_its_leader() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        client.register_worker("w", ["s"], keepalive=None)
+        assert client.take_tasks(shard=1).failure is None
+        house.resets.add(1)
+        house.leads[1] = 2
+        before = len(house.got("tasks"))
+        assert client.take_tasks(shard=1).failure == "connection_lost"
+        assert len(house.got("tasks")) == before + 1, "nobody else was asked"
+        house.kill(1)
+        assert client.take_tasks(shard=1).failure is None, "refused: it was never sent"
+        assert house.asked("tasks")[-1] == 2
+
+
+@both
+def test_d4_stopped_leader_costs_a_part_of_the_deadline_once_or_twice(look: Look) -> None:
+    """SIGSTOP: the connection stays open, nothing comes. Its successor is found within the same call."""
+    with cluster() as house:
+        house.stopped.add(1)
+        house.leads[1] = 2
+        config = house.config(url=house.urls[1])
+        with_all = house.config()
+        assert look(config, 1)[0].failure == "timeout", "there was nobody else to ask"
+        began = time.monotonic()
+        results = look(with_all, 30)
+        took_s = time.monotonic() - began
+    assert [result.failure for result in results] == [None] * 30
+    assert took_s < HALF_S + SLACK_S
+
+
+def test_d4_stopped_leader_is_remembered_while_the_others_still_name_it() -> None:
+    """Until its lease is over nobody can serve the shard. Calls then fail at once, and those about other
+    shards go on."""
+    with cluster() as house, Client(house.config(breaker_failures=1_000)) as client:
+        assert client.lookup("i1", KEYS).hits == 8
+        house.stopped.add(1)
+        times_s = []
+        for _ in range(40):
+            began = time.monotonic()
+            assert client.lookup("i1", KEYS).failure is not None
+            times_s.append(time.monotonic() - began)
+            assert client.lookup("i2", KEYS).hits == 8
+        slow = [took_s for took_s in times_s if took_s > 0.1]
+        assert 2 <= len(slow) <= 5, f"the first two, and a try now and then: {times_s}"
+        assert max(slow) < HALF_S + SLACK_S
+        house.leads[1] = 0
+        began = time.monotonic()
+        assert client.lookup("i1", KEYS).hits == 8, "the successor is asked as soon as it is named"
+        assert time.monotonic() - began < SLACK_S
+
+
+def test_one_shard_without_a_leader_does_not_cut_off_the_others() -> None:
+    with cluster() as house, Client(house.config(breaker_failures=2)) as client:
+        house.kill(1)
+        for _ in range(50):
+            assert client.lookup("i1", KEYS).failure is not None
+        assert client.lookup("i2", KEYS).hits == client.lookup("i0", KEYS).hits == 8
+
+
+def test_replica_that_leads_again_after_its_restart_is_asked_at_once() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        client.lookup("i1", KEYS)
+        house.kill(1)
+        house.leads[1] = 2
+        for _ in range(5):
+            assert client.lookup("i1", KEYS).hits == 8
+        house.start(1)
+        house.leads[1] = 1
+        assert [client.lookup("i1", KEYS).failure for _ in range(5)] == [None] * 5
+        assert house.asked("lookup")[-5:] == [1] * 5
+
+
+# -- nobody leads
+
+
+def test_shard_that_nobody_leads_is_a_miss_at_once_and_asked_again_soon() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        house.leads[1] = None
+        house.retry_after_ms = 60_000
+        assert client.lookup("i1", KEYS).failure == "rejected:not_ready"
+        assert set(house.asked("lookup")) == {0, 1, 2}, "somebody may know more"
+        began = time.monotonic()
+        assert {client.lookup("i1", KEYS).failure for _ in range(100)} == {"breaker_open"}
+        assert time.monotonic() - began < 0.3
+        assert len(house.asked("lookup")) == 3
+        assert client.lookup("i0", KEYS).hits == 8, "only that shard is left alone"
+        house.leads[1] = 0
+        time.sleep(0.65)
+        assert client.lookup("i1", KEYS).hits == 8
+
+
+def test_writes_that_retry_outlast_an_election() -> None:
+    async def elected_later(house: FakeCluster) -> None:
+        await asyncio.sleep(1.0)
+        house.leads[1] = 2
+
+    async def scenario(house: FakeCluster) -> tuple[Any, Any]:
+        async with AsyncClient(house.config(retry_ms=10_000, timeout_ms=300)) as client:
+            await client.register_engine("e", keepalive=None)
+            house.kill(1)
+            house.leads[1] = None
+            election = asyncio.create_task(elected_later(house))
+            looked = await client.lookup("i1", KEYS)
+            started = await client.start_write("i1", KEYS)
+            await election
+            return looked, started
+
+    with cluster() as house:
+        looked, started = asyncio.run(scenario(house))
+        assert looked.failure is not None, "lookups never wait"
+        assert (started.failure, len(started.writable)) == (None, 8)
+        assert len({request.body for _, request in house.got("writes")}) == 1
+        assert len(house.got("writes")) < 40, "with pauses"
+
+
+def test_retries_end_with_their_budget() -> None:
+    with cluster() as house, writer(house, retry_ms=700, timeout_ms=300) as client:
+        house.leads[1] = None
+        began = time.monotonic()
+        assert client.start_write("i1", KEYS).failure in ("rejected:not_ready", "breaker_open")
+        assert 0.3 < time.monotonic() - began < 0.7 + SLACK_S
+        house.leads[1] = 1
+        with Client(house.config(retry_ms=5_000)) as other:
+            began = time.monotonic()
+            assert other.start_write("i1", KEYS).failure == "not_registered", "no retry mends that"
+            assert time.monotonic() - began < 0.2
+
+
+@both
+def test_replicas_that_name_each_other_end_in_a_miss(look: Look) -> None:
+    with cluster() as house:
+        house.astray = {0: 1, 1: 2, 2: 0}
+        began = time.monotonic()
+        (result,) = look(house.config(), 1)
+        assert result.failure == "rejected:not_leader"
+        assert time.monotonic() - began < SLACK_S
+        assert sum(house.count()) <= 4
+
+
+@both
+def test_leader_whose_address_is_not_for_us_is_asked_through_another(look: Look) -> None:
+    """Behind address translation or a balancer a replica's own address may lead nowhere."""
+    with cluster() as house:
+        house.addresses[1] = "http://127.0.0.1:9"
+        results = look(house.config(url=(house.urls[0], house.urls[2])), 10)
+        assert [result.failure for result in results][2:] == [None] * 8
+        passed_on = [request for _, request in house.got("lookup") if not request.direct]
+        assert len(passed_on) >= 8
+
+
+def test_leader_that_is_no_address_is_passed_over() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        house.addresses[1] = "not a url"
+        assert client.lookup("i1", KEYS).hits == 8, "found by asking round"
+
+
+def test_addresses_that_were_learned_are_bounded() -> None:
+    with cluster() as house, Client(house.config(breaker_failures=1)) as client:
+        before = len(client._calling.endpoints.all)
+        for port in range(1, 2 * ENDPOINTS_MAX):
+            house.addresses[1] = f"http://127.0.0.1:{port}"
+            house.leads[1] = 1
+            house.astray = {0: 1, 2: 1}
+            client.lookup("i1", KEYS)
+        assert len(client._calling.endpoints.all) <= before + ENDPOINTS_MAX
+        house.addresses.clear()
+        house.astray = {}
+        assert client.lookup("i0", KEYS).hits == 8
+
+
+# -- settings
+
+
+def test_urls_are_one_or_several() -> None:
+    both_ways = ("http://a:1", "http://b:2/x")
+    assert ClientConfig(url="http://a:1/, http://b:2/x/ ,http://a:1").urls == both_ways
+    assert ClientConfig(url=both_ways).urls == both_ways
+    for wrong in ("", ",", (), "http://a:1,ftp://b", ("http://a:1", "http://b:99999"), "http://a b"):
+        with pytest.raises(ValueError, match=r"url|[Pp]ort"):
+            ClientConfig(url=wrong)
+    with pytest.raises(ValueError, match="retry_ms"):
+        ClientConfig(retry_ms=-1)
+
+
+def test_good_peer_alone_is_asked_straight_too() -> None:
+    with peer(good) as one, Client(ClientConfig(url=one.url)) as client:
+        assert client.lookup("i", KEYS).hits == 8
+        assert one.requests[0].direct
