@@ -32,7 +32,7 @@ class Admission(Struct):
     victims: list[int]
 
 
-class _Freed:
+class Freed:
     """Room that the victims chosen so far will give, per usage."""
 
     def __init__(self, state: State) -> None:
@@ -68,10 +68,11 @@ class _Freed:
 
     def storage_room(self, storage: Storage, size_bytes: int, overdue_bytes: int) -> int | None:
         """How many more blocks the storage takes, None for no limit."""
-        if storage.capacity_bytes is None:
+        budget_bytes = storage.usage.budget_bytes
+        if budget_bytes is None:
             return None
         held = storage.usage.bytes - self._bytes.get(storage.usage, 0) + overdue_bytes
-        return max(0, (storage.capacity_bytes - held) // size_bytes)
+        return max(0, (budget_bytes - held) // size_bytes)
 
 
 def admit(
@@ -86,12 +87,14 @@ def admit(
     if not usable:
         return Admission(0, [], RefusedReason.no_storage, [])
     plan = Plan(state.index, protected)
-    freed = _Freed(state)
+    freed = Freed(state)
     evicting = instance.group.eviction is EvictionPolicy.lru
     size = table.size_bytes
     count, reason = wanted, RefusedReason.none
     for usage in state.scopes(instance):
         room = freed.room(usage, size)
+        if memory.spans and room is not None and room < wanted:
+            memory.errander.ask(usage, wanted * size, wanted, more=False)
         if evicting and room is not None and room < count:
             tables = list(tables_of(state, usage))
             while room is not None and room < count:
@@ -116,13 +119,15 @@ def _place(
     count: int,
     size: int,
     plan: Plan | None,
-    freed: _Freed,
+    freed: Freed,
 ) -> tuple[list[tuple[Storage, int]], RefusedReason]:
     """Fill the storages in the group's order; then make room in them, in the same order."""
     placed: dict[Storage, int] = {}
     left = count
     overdue = memory.deletions.overdue_bytes
     for storage in usable:
+        if memory.spans:
+            memory.errander.ask(storage.usage, left * size, left, more=False)
         room = freed.storage_room(storage, size, overdue.get(storage.number, 0))
         take = left if room is None else min(left, room)
         if take:
@@ -170,16 +175,21 @@ def watermark_victims(state: State, memory: Memory, count_max: int) -> list[int]
     """Victims that bring every pressed scope from above its high watermark to its low one (at most
     `count_max` now)."""
     plan = Plan(state.index)
-    freed = _Freed(state)
+    freed = Freed(state)
     for usage in list(memory.pressed):
         high, low = watermarks(state, memory.limits, usage)
         if not usage.over(high):
             memory.pressed.discard(usage)
             continue
+        may_grow = memory.errander.may_grow(usage) if memory.spans else (False, False)
+        over_bytes = not may_grow[0] and usage.excess_bytes(high) > 0
+        over_blocks = not may_grow[1] and usage.excess_blocks(high) > 0
+        if not (over_bytes or over_blocks):
+            continue  # its slice is nearly full, the limit is not
         tables = list(tables_of(state, usage))
         storage = state.storages[usage.id].number if usage.scope is SwitchScope.storage else None
-        blocks = usage.excess_blocks(low) - freed.blocks(usage)
-        size = usage.excess_bytes(low) - freed.bytes(usage)
+        blocks = 0 if may_grow[1] else usage.excess_blocks(low) - freed.blocks(usage)
+        size = 0 if may_grow[0] else usage.excess_bytes(low) - freed.bytes(usage)
         while len(plan.victims) < count_max and (blocks > 0 or size > 0):
             victim = plan.pick(tables, storage)
             if victim is None:
@@ -189,6 +199,14 @@ def watermark_victims(state: State, memory: Memory, count_max: int) -> list[int]
             freed.add(victim)
         plan.close()
     return plan.victims
+
+
+def press(state: State, memory: Memory, usage: Usage) -> None:
+    """The use of a scope, or its limit, changed: ticks look at it when it is above its high watermark."""
+    if (usage.budget_bytes is not None or usage.budget_blocks is not None) and usage.over(
+        watermarks(state, memory.limits, usage)[0]
+    ):
+        memory.pressed.add(usage)
 
 
 def watermarks(state: State, limits: Limits, usage: Usage) -> tuple[int, int]:

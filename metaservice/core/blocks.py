@@ -113,18 +113,20 @@ def unknown(state: State, command: Unknown) -> UnknownPlaces | Rejection:
         return Rejection("storage_unknown", f"no storage {command.storage!r}", "storage")
     if len(command.generations) != len(command.locations):
         return Rejection("column_length", "one generation a location", "generations")
+    # What another shard's location is, only that shard can say: known, so that nobody deletes its bytes.
+    here = [shard_of(location) == state.shard for location in command.locations]
     slots = array(
         "Q",
         [
-            location & SLOT_MASK if shard_of(location) == state.shard else NONE
-            for location in command.locations
+            location & SLOT_MASK if mine else NONE
+            for location, mine in zip(command.locations, here, strict=True)
         ],
     )
     live = live_of(state.index, slots, command.generations)
     index = state.index
     return UnknownPlaces(
         bytes(
-            0 if known and index.storage[slot] == storage.number else 1
-            for slot, known in zip(slots, live, strict=True)
+            0 if not mine or (known and index.storage[slot] == storage.number) else 1
+            for slot, known, mine in zip(slots, live, here, strict=True)
         )
     )

@@ -13,12 +13,13 @@ from itertools import chain
 
 import msgspec
 
-from .apply import make_instance
+from .apply_catalogue import make_instance
 from .eviction import rebuild
 from .index import DELETING, GONE, SERVING, WRITING, BlockIndex
 from .memory import Memory
 from .model import EvictionPolicy, Fingerprint, Limits, Quota, SwitchMode, SwitchScope
-from .state import Ended, Group, Member, Remembered, Session, State, Storage, Tenant, Usage
+from .replies import Returned
+from .state import Ended, Group, Held, Member, Remembered, Session, State, Storage, Tenant, Usage
 
 FORMAT = 1
 _SLOTS_PER_CHUNK = 65_536
@@ -72,6 +73,20 @@ class _Slots(msgspec.Struct, array_like=True):
     session: bytes
 
 
+class _Spread(msgspec.Struct, array_like=True):
+    """What there is more with several shards: slices of limits, and where instances live. Capacities of
+    storages: their slices here, as their budgets are elsewhere."""
+
+    shards: int
+    catalogue_version: int
+    return_next: int
+    outstanding: list[Returned]
+    returns_taken: list[int]
+    held: list[tuple[SwitchScope, str, int, list[int], list[list[int | None]]]]
+    storages: list[tuple[str, int | None, int]]
+    instances: list[tuple[str, int]]
+
+
 class _Recency(msgspec.Struct, array_like=True):
     used_ms: bytes
 
@@ -121,6 +136,22 @@ def _canonical(state: State) -> Iterator[bytes]:
                 index.session[first:end].tobytes(),
             )
         )  # fmt: skip
+    if state.shards > 1:
+        yield _ENCODER.encode(_spread(state))
+
+
+def _spread(state: State) -> _Spread:
+    return _Spread(
+        state.shards, state.catalogue_version, state.return_next,
+        [one for _, one in sorted(state.outstanding.items())],
+        state.returns_taken,
+        [
+            (scope, id, held.made_seq, held.since, held.slices)
+            for (scope, id), held in sorted(state.held.items())
+        ],
+        [(id, one.usage.budget_bytes, one.left_seq) for id, one in sorted(state.storages.items())],
+        [(id, one.shard) for id, one in sorted(state.instances.items())],
+    )  # fmt: skip
 
 
 def _budget(usage: Usage) -> _Budget:
@@ -164,20 +195,26 @@ def _head(state: State) -> _Head:
 # ---------------------------------------------------------------- restore
 
 
-def restore(chunks: Iterable[bytes], limits: Limits) -> tuple[State, Memory]:
-    """The state of captured chunks, and fresh leader memory beside it."""
+def restore(chunks: Iterable[bytes], limits: Limits, shards: int = 1) -> tuple[State, Memory]:
+    """The state of captured chunks, and fresh leader memory beside it. ValueError when they are of another
+    format or of a cluster with another number of shards."""
     source = iter(chunks)
     head = msgspec.msgpack.decode(next(source), type=_Head)
     if head.format != FORMAT:
         raise ValueError(f"snapshot format {head.format}; this release reads {FORMAT}")
-    state = State(head.shard)
+    state = State(head.shard, shards)
     _restore_head(state, head)
     sessions = msgspec.msgpack.decode(next(source), type=_Sessions)
     decoder = msgspec.msgpack.Decoder(_Slots)
     intern: dict[bytes, bytes] = {}
     while len(state.index) < head.slots:
         _restore_slots(state.index, decoder.decode(next(source)), intern)
-    recency = msgspec.msgpack.decode(next(source), type=_Recency)
+    rest = list(source)
+    if len(rest) != (1 if shards == 1 else 2):
+        raise ValueError(f"the snapshot is not of one of {shards} shards")
+    if shards > 1:
+        _restore_spread(state, msgspec.msgpack.decode(rest[0], type=_Spread))
+    recency = msgspec.msgpack.decode(rest[-1], type=_Recency)
     index = state.index
     index.used_ms = array("Q", recency.used_ms)
     index.free = list(array("I", head.free))
@@ -212,7 +249,7 @@ def _restore_head(state: State, head: _Head) -> None:
         group.high_permille, group.low_permille = high, low
         group.usage.budget_bytes, group.usage.budget_blocks = budget
     for id, group_id, fingerprint, quota, switch, retiring, tables, budget in head.instances:
-        instance = make_instance(state, id, state.groups[group_id], fingerprint, tables)
+        instance = make_instance(state, id, state.groups[group_id], fingerprint, tables, 0)
         instance.quota, instance.switch, instance.retiring = quota, switch, retiring
         instance.usage.budget_bytes, instance.usage.budget_blocks = budget
     state.retiring = dict.fromkeys(head.retiring)
@@ -220,6 +257,21 @@ def _restore_head(state: State, head: _Head) -> None:
     state.workers = {member.id: member for member in head.workers}
     for instance in state.instances.values():
         instance.effective = state.effective_switch(instance)
+
+
+def _restore_spread(state: State, spread: _Spread) -> None:
+    if spread.shards != state.shards:
+        raise ValueError(f"the snapshot is of a cluster of {spread.shards} shards, not {state.shards}")
+    state.catalogue_version, state.return_next = spread.catalogue_version, spread.return_next
+    state.outstanding = {one.number: one for one in spread.outstanding}
+    state.returns_taken = spread.returns_taken
+    for scope, id, made_seq, since, slices in spread.held:
+        state.held[scope, id] = Held(made_seq, since, slices)
+    for id, budget, left_seq in spread.storages:
+        state.storages[id].usage.budget_bytes = budget
+        state.storages[id].left_seq = left_seq
+    for id, shard in spread.instances:
+        state.instances[id].shard = shard
 
 
 def _restore_slots(index: BlockIndex, part: _Slots, intern: dict[bytes, bytes]) -> None:

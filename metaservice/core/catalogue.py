@@ -22,6 +22,7 @@ from .events import (
     GroupPut,
     InstancePut,
     InstanceRetired,
+    SliceGranted,
     StorageDeleted,
     StoragePut,
     SwitchSet,
@@ -32,7 +33,8 @@ from .memory import Memory
 from .model import Fingerprint, Quota, SwitchScope
 from .rejections import Rejection
 from .replies import Done, InstanceRegistered
-from .state import State, Usage
+from .spread import bind_here
+from .state import Pair, State, Usage
 from .validate import check_fingerprint
 
 Decision = tuple[object, list[Event]]
@@ -54,11 +56,35 @@ def _check_quota(quota: Quota) -> Rejection | None:
     return None
 
 
-def _grant(state: State, usage: Usage, quota: Quota, now_ms: int, grant: int) -> list[Event]:
-    """With one shard, the whole limit is this shard's slice."""
-    if usage.budget_bytes == quota.bytes and usage.budget_blocks == quota.blocks:
+def _grants(
+    state: State, memory: Memory, usage: Usage, old: Pair | None, new: Pair, now_ms: int
+) -> list[Event]:
+    """What follows when a limit is set (`old` None: its scope is new). One shard alone uses all of it. Of
+    several, each gets a part of a new limit at once, so that it can begin without asking; the other half goes
+    to whoever asks."""
+    if state.shards == 1:
+        return _whole(state, usage, new, now_ms)
+    if old is not None:
+        return bind_here(state, memory, usage, old, new, now_ms)
+    slice_bytes, slice_blocks = ((limit or 0) // (2 * state.shards) for limit in new)
+    if not (slice_bytes or slice_blocks):
         return []
-    return [BudgetGranted(now_ms, grant, usage.scope, usage.id, quota.bytes, quota.blocks)]
+    return [
+        SliceGranted(
+            now_ms, state.grant_next + shard, shard, usage.scope, usage.id, slice_bytes, slice_blocks
+        )
+        for shard in range(state.shards)
+    ]
+
+
+def _whole(state: State, usage: Usage, limit: Pair, now_ms: int) -> list[Event]:
+    if (usage.budget_bytes, usage.budget_blocks) == limit:
+        return []
+    return [BudgetGranted(now_ms, state.grant_next, usage.scope, usage.id, *limit)]
+
+
+def _pair(quota: Quota) -> Pair:
+    return quota.bytes, quota.blocks
 
 
 def put_tenant(state: State, memory: Memory, command: PutTenant, now_ms: int) -> Decision:
@@ -71,7 +97,8 @@ def put_tenant(state: State, memory: Memory, command: PutTenant, now_ms: int) ->
     if known is not None and known.quota == command.quota:
         return Done(False), []
     usage = known.usage if known is not None else Usage(SwitchScope.tenant, command.tenant)
-    grants = _grant(state, usage, command.quota, now_ms, state.grant_next)
+    old = _pair(known.quota) if known is not None else None
+    grants = _grants(state, memory, usage, old, _pair(command.quota), now_ms)
     return Done(known is None), [TenantPut(now_ms, command.tenant, command.quota), *grants]
 
 
@@ -103,29 +130,43 @@ def put_storage(state: State, memory: Memory, command: PutStorage, now_ms: int) 
         if same:
             return Done(False), []
         moved = (known.kind, known.options) != (command.kind, command.options)
-        if moved and (user := _storage_user(state, command.storage)) is not None:
+        if moved and (user := _storage_user(state, memory, command.storage)) is not None:
             return Rejection("storage_mismatch", f"kind and options are fixed while {user}", "options"), []
     event = StoragePut(
         now_ms, command.storage, number, command.kind, command.options, capacity, command.fault_domain
     )
-    return Done(known is None), [event]
+    if state.shards == 1:
+        return Done(known is None), [event]  # which sets what this shard may use of it
+    usage = known.usage if known is not None else Usage(SwitchScope.storage, command.storage)
+    old = (known.capacity_bytes, None) if known is not None else None
+    return Done(known is None), [event, *_grants(state, memory, usage, old, (capacity, None), now_ms)]
 
 
-def _storage_user(state: State, storage: str) -> str | None:
+def _storage_user(state: State, memory: Memory, storage: str) -> str | None:
     """Who needs the storage, in words."""
     for group in state.groups.values():
         if storage in group.storages:
             return f"group {group.id!r} names the storage"
-    usage = state.storages[storage].usage
+    known = state.storages[storage]
+    usage = known.usage
     if usage.blocks or usage.deleting_blocks:
         return f"{usage.blocks + usage.deleting_blocks} locations are in the storage"
+    for shard in range(1, state.shards):
+        # A shard that knows that no group names the storage puts nothing there any more: what it says then
+        # holds for good.
+        report = memory.reports.of(shard)
+        if report is None or not report.complete or report.version < known.left_seq:
+            return f"shard {shard} has not reported yet that nothing of it is in the storage"
+        row = report.used.get((SwitchScope.storage, storage))
+        if row is not None and row.blocks + row.deleting_blocks:
+            return f"{row.blocks + row.deleting_blocks} locations of shard {shard} are in the storage"
     return None
 
 
 def delete_storage(state: State, memory: Memory, command: DeleteStorage, now_ms: int) -> Decision:
     if command.storage not in state.storages:
         return Rejection("storage_unknown", f"no storage {command.storage!r}", "storage"), []
-    user = _storage_user(state, command.storage)
+    user = _storage_user(state, memory, command.storage)
     if user is not None:
         return Rejection("in_use", user, "storage"), []
     return Done(), [StorageDeleted(now_ms, command.storage)]
@@ -153,7 +194,9 @@ def put_group(state: State, memory: Memory, command: PutGroup, now_ms: int) -> D
         now_ms, command.group, command.tenant, command.storages, command.quota, command.high_permille,
         command.low_permille, command.eviction,
     )  # fmt: skip
-    return Done(known is None), [event, *_grant(state, usage, command.quota, now_ms, state.grant_next)]
+    old = _pair(known.quota) if known is not None else None
+    grants = _grants(state, memory, usage, old, _pair(command.quota), now_ms)
+    return Done(known is None), [event, *grants]
 
 
 def _check_group(state: State, command: PutGroup) -> Rejection | None:
@@ -189,9 +232,12 @@ def put_instance(state: State, memory: Memory, command: PutInstance, now_ms: int
     refused = check_fingerprint(command.fingerprint, memory.limits) or _check_quota(command.quota)
     if refused is None and known is None:
         refused = _full(state.instances, memory.limits.registered_max, "instance")
+    if refused is None and command.shard is not None and not 0 <= command.shard < state.shards:
+        refused = Rejection("invalid_field", f"expected 0..{state.shards - 1}, or null", "shard")
     if refused is not None:
         return refused, []
     if known is None:
+        shard = _place(state) if command.shard is None else command.shard
         count = len(command.fingerprint.groups)
         tables = tuple(range(state.table_next, state.table_next + count))
         usage = Usage(SwitchScope.instance, command.instance)
@@ -204,13 +250,28 @@ def put_instance(state: State, memory: Memory, command: PutInstance, now_ms: int
             return _mismatch(known.fingerprint, command.fingerprint), []
         if known.group is not group:
             return Rejection("group_mismatch", f"the instance is in group {known.group.id!r}", "group"), []
+        if command.shard not in (None, known.shard) and state.shards > 1:
+            return Rejection("invalid_field", f"the instance lives in shard {known.shard}", "shard"), []
         if known.quota == command.quota:
-            return InstanceRegistered(False, group.storages), []
+            return InstanceRegistered(False, group.storages, known.shard), []
+        shard = known.shard
         tables = tuple(table.number for table in known.tables.values())
         usage = known.usage
-    event = InstancePut(now_ms, command.instance, command.group, command.fingerprint, command.quota, tables)
-    grants = _grant(state, usage, command.quota, now_ms, state.grant_next)
-    return InstanceRegistered(known is None, group.storages), [event, *grants]
+    event = InstancePut(
+        now_ms, command.instance, command.group, command.fingerprint, command.quota, tables, shard
+    )
+    # with several shards the event itself says all, as it may reach its shard before what follows it
+    grants = _whole(state, usage, _pair(command.quota), now_ms) if state.shards == 1 else []
+    return InstanceRegistered(known is None, group.storages, shard), [event, *grants]
+
+
+def _place(state: State) -> int:
+    """The shard with the fewest live instances, the first of equals."""
+    counts = [0] * state.shards
+    for instance in state.instances.values():
+        if not instance.retiring and state.shards > 1:
+            counts[instance.shard] += 1
+    return counts.index(min(counts))
 
 
 def _mismatch(known: Fingerprint, other: Fingerprint) -> Rejection:

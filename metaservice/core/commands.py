@@ -9,7 +9,9 @@ from array import array
 
 from msgspec import Struct
 
+from .events import Event
 from .model import EvictionPolicy, Fingerprint, Quota, SwitchMode, SwitchScope
+from .replies import CatalogueView, Errands, Settled
 
 
 class Command(Struct, frozen=True, kw_only=True):
@@ -59,10 +61,13 @@ class DeleteGroup(Command, kw_only=True, frozen=True):
 
 
 class PutInstance(Command, kw_only=True, frozen=True):
+    """`shard`: where its blocks are to live; None: the catalogue chooses. It stays there for good."""
+
     instance: str
     group: str
     fingerprint: Fingerprint
     quota: Quota = Quota()
+    shard: int | None = None
 
 
 class DeleteInstance(Command, kw_only=True, frozen=True):
@@ -228,6 +233,39 @@ class Unknown(Command, kw_only=True, frozen=True):
     storage: str
     locations: "array[int]"
     generations: "array[int]"
+
+
+# ---------------------------------------------------------------- between shards
+
+
+class TakeCatalogue(Command, kw_only=True, frozen=True):
+    """To a data shard: what concerns it (`spread.concerns`) of the catalogue's durable events in the seqs
+    `since` < seq <= `version`, all of it and in order. Nothing happens unless `since` is the version that the
+    shard has: a message that comes twice, late or out of turn changes nothing."""
+
+    since: int
+    version: int
+    events: tuple[Event, ...]
+
+
+class SyncCatalogue(Command, kw_only=True, frozen=True):
+    """To a data shard that is new or too far behind: the whole catalogue, taken by difference. Nothing
+    happens when the shard has this version or a later one."""
+
+    view: CatalogueView
+
+
+class Settle(Command, kw_only=True, frozen=True):
+    """To the catalogue: the errands of a shard, its own too. Doing them twice does no harm."""
+
+    errands: Errands
+
+
+class GiveBudget(Command, kw_only=True, frozen=True):
+    """To the shard whose errands were settled: the catalogue's answer, always, also when it asks for
+    nothing."""
+
+    settled: Settled
 
 
 # ---------------------------------------------------------------- time

@@ -65,13 +65,15 @@ class GroupDeleted(_Base, frozen=True, array_like=True, tag="group_deleted"):
 
 
 class InstancePut(_Base, frozen=True, array_like=True, tag="instance_put"):
-    """`tables`: one table number per attention group, in the fingerprint's order."""
+    """`tables`: one table number per attention group, in the fingerprint's order. `shard`: where its blocks
+    live."""
 
     instance: str
     group: str
     fingerprint: Fingerprint
     quota: Quota
     tables: tuple[int, ...]
+    shard: int = 0
 
 
 class InstanceRetired(_Base, frozen=True, array_like=True, tag="instance_retired"):
@@ -83,14 +85,74 @@ class InstanceGone(_Base, frozen=True, array_like=True, tag="instance_gone"):
 
 
 class BudgetGranted(_Base, frozen=True, array_like=True, tag="budget_granted"):
-    """The catalogue grants this shard a slice of a hard limit; admission looks at the slice only. With one
-    shard the slice is the whole quota. `grant` makes it idempotent."""
+    """A limit that one shard holds alone is this shard's to use, all of it: admission looks at what was
+    granted only. `grant` makes it idempotent. Limits that span shards are granted by `SliceGranted`."""
 
     grant: int
     scope: SwitchScope
     id: str
     bytes: int | None
     blocks: int | None
+
+
+class SliceGranted(_Base, frozen=True, array_like=True, tag="slice_granted"):
+    """The catalogue adds to what `shard` may use of a limit that spans shards (0: nothing of that
+    dimension). Usable there once this is durable here. `grant` makes it happen once."""
+
+    grant: int
+    shard: int
+    scope: SwitchScope
+    id: str
+    bytes: int
+    blocks: int
+
+
+class SliceReturned(_Base, frozen=True, array_like=True, tag="slice_returned"):
+    """A data shard gives up budget: usable here no longer, usable elsewhere once the catalogue took it
+    (`ReturnTaken`). `kept`: instead of giving up amounts, the shard binds itself to them, because a limit was
+    set where none was; a dimension that is None is not concerned. `version`: what the shard knew of the
+    catalogue: the catalogue takes nothing that was given up under an older limit. `number` counts from 1 in
+    each data shard; 0 on the catalogue shard, which needs nobody to take what it gives up."""
+
+    number: int
+    scope: SwitchScope
+    id: str
+    bytes: int | None
+    blocks: int | None
+    kept: bool
+    version: int
+
+
+class ReturnTaken(_Base, frozen=True, array_like=True, tag="return_taken"):
+    """The catalogue took return `number` of `shard`: the amounts are free again (`kept`: are what the shard
+    holds). None: that dimension is not concerned, or the return was made under an older limit."""
+
+    shard: int
+    number: int
+    scope: SwitchScope
+    id: str
+    bytes: int | None
+    blocks: int | None
+    kept: bool
+
+
+class SliceSet(_Base, frozen=True, array_like=True, tag="slice_set"):
+    """A data shard that took the catalogue by difference holds exactly this much of a limit (None:
+    unlimited)."""
+
+    scope: SwitchScope
+    id: str
+    bytes: int | None
+    blocks: int | None
+
+
+class CatalogueTaken(_Base, frozen=True, array_like=True, tag="catalogue_taken"):
+    """A data shard now knows the catalogue as of its seq `version`. Copies of its events, which came just
+    before, and this are one batch. `cluster`: the cluster's id when it was told, else ''."""
+
+    version: int
+    cluster: str
+    grant_next: int
 
 
 class SwitchSet(_Base, frozen=True, array_like=True, tag="switch_set"):
@@ -220,6 +282,13 @@ class HotBlocks(_Base, frozen=True, array_like=True, tag="hot_blocks"):
     used_ms: bytes
 
 
+class StateChecked(_Base, frozen=True, array_like=True, tag="state_checked"):
+    """What the leader's state adds up to. A replica that comes to something else is wrong and must not
+    lead."""
+
+    summary: bytes
+
+
 Event = (
     TookOver
     | TenantPut
@@ -232,6 +301,11 @@ Event = (
     | InstanceRetired
     | InstanceGone
     | BudgetGranted
+    | SliceGranted
+    | SliceReturned
+    | ReturnTaken
+    | SliceSet
+    | CatalogueTaken
     | SwitchSet
     | EngineRegistered
     | WorkerRegistered
@@ -244,4 +318,14 @@ Event = (
     | BlocksRemoved
     | LocationsGone
     | HotBlocks
+    | StateChecked
 )
+
+SPREAD = frozenset(
+    (
+        TookOver, TenantPut, TenantDeleted, StoragePut, StorageDeleted, GroupPut, GroupDeleted, InstancePut,
+        InstanceRetired, InstanceGone, BudgetGranted, SliceGranted, ReturnTaken, SwitchSet, EngineRegistered,
+        WorkerRegistered, MemberExpired, MemberLeft,
+    )
+)  # fmt: skip
+"""Events of the catalogue that data shards take copies of (of a take-over, only the cluster's id)."""

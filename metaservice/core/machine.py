@@ -12,7 +12,20 @@ from typing import Any
 
 from msgspec import Struct
 
-from . import blocks, capture, catalogue, checks, membership, ticks, views, writes
+from . import (
+    blocks,
+    capture,
+    catalogue,
+    checks,
+    giving,
+    membership,
+    settle,
+    shortage,
+    spread,
+    ticks,
+    views,
+    writes,
+)
 from . import commands as cmd
 from .apply import apply
 from .events import Event, TookOver
@@ -23,7 +36,7 @@ from .memory import Memory
 from .model import Limits
 from .outcomes import LeaseOutcome
 from .rejections import Rejection
-from .replies import BlockDetail, Done, LeasesAnswered
+from .replies import BlockDetail, CatalogueView, Done, Errands, LeasesAnswered
 from .state import State
 
 Decide = Callable[[State, Memory, Any, int], tuple[object, list[Event]]]
@@ -47,22 +60,39 @@ _DECIDE: dict[type, Decide] = {
     cmd.Abort: writes.abort,
     cmd.Remove: blocks.remove,
     cmd.ConfirmTask: blocks.confirm_task,
+    cmd.Settle: settle.settle,
+    cmd.GiveBudget: giving.give_budget,
 }
+
+Steps = Callable[[State, Memory, Any, int], Iterator[list[Event]]]
+
+_STEPS: dict[type, Steps] = {
+    cmd.TakeCatalogue: spread.take_catalogue,
+    cmd.SyncCatalogue: spread.sync_catalogue,
+}
+"""Decided step by step: each on the state that the steps before left."""
+
+_OF_THE_CATALOGUE = (
+    cmd.PutTenant, cmd.DeleteTenant, cmd.PutStorage, cmd.DeleteStorage, cmd.PutGroup, cmd.DeleteGroup,
+    cmd.PutInstance, cmd.DeleteInstance, cmd.SetSwitch, cmd.RegisterEngine, cmd.RegisterWorker,
+    cmd.Deregister,
+)  # fmt: skip
 
 
 class Machine:
     """One shard's core: replicated state plus leader memory."""
 
-    def __init__(self, shard: int, limits: Limits) -> None:
+    def __init__(self, shard: int, limits: Limits, shards: int = 1) -> None:
+        """`shards`: how many there are, for good. With one, nothing is spread."""
         self.limits = limits
-        self.state = State(shard)
+        self.state = State(shard, shards)
         self.memory = Memory(self.state, limits)
 
     @classmethod
-    def restore(cls, chunks: Iterable[bytes], shard: int, limits: Limits) -> "Machine":
+    def restore(cls, chunks: Iterable[bytes], shard: int, limits: Limits, shards: int = 1) -> "Machine":
         """The machine that `capture` wrote down; everything in it counts as durable."""
-        machine = cls(shard, limits)
-        machine.state, machine.memory = capture.restore(chunks, limits)
+        machine = cls(shard, limits, shards)
+        machine.state, machine.memory = capture.restore(chunks, limits, shards)
         if machine.state.shard != shard:
             raise ValueError(f"the snapshot is of shard {machine.state.shard}, not {shard}")
         return machine
@@ -79,9 +109,15 @@ class Machine:
         order."""
         self._advance(now_ms)
         if isinstance(command, cmd.Tick):
-            return Done(), list(self._tick(now_ms))
+            return Done(), list(self._run(ticks.tick(self.state, self.memory, now_ms)))
         if isinstance(command, cmd.TakeOver):
             return Done(), self._take_over(command, now_ms)
+        steps = _STEPS.get(type(command))
+        if steps is not None:
+            return Done(), list(self._run(steps(self.state, self.memory, command, now_ms)))
+        assert self.state.leads_catalogue or not isinstance(command, _OF_THE_CATALOGUE), (
+            f"{type(command).__name__} is for the catalogue"
+        )
         reply, events = _DECIDE[type(command)](self.state, self.memory, command, now_ms)
         for event in events:
             apply(self.state, self.memory, event)
@@ -101,8 +137,8 @@ class Machine:
         apply(self.state, self.memory, event)
         return [event]
 
-    def _tick(self, now_ms: int) -> Iterator[Event]:
-        for step in ticks.tick(self.state, self.memory, now_ms):
+    def _run(self, steps: Iterator[list[Event]]) -> Iterator[Event]:
+        for step in steps:
             for event in step:
                 apply(self.state, self.memory, event)
                 yield event
@@ -122,6 +158,7 @@ class Machine:
             self._collect()
             return _leases_reply(command.leases, answers, 0)
         if isinstance(command, cmd.Heartbeat):
+            assert self.state.leads_catalogue, "heartbeats are for the catalogue"
             return membership.heartbeat(self.state, self.memory, command, now_ms)
         if isinstance(command, cmd.TakeTasks):
             return blocks.take_tasks(self.state, self.memory, command, now_ms)
@@ -167,6 +204,24 @@ class Machine:
         if leases.unpinned:
             self.memory.deletions.unpinned(leases.unpinned)
             leases.unpinned = []
+
+    # ------------------------------------------------------------ several shards
+
+    def short(self, command: cmd.StartWrite) -> bool:
+        """Whether the write would meet a slice of a limit that is too small for it and may still grow: run
+        the shard's errands first, wait a little for their answer, then submit. Never with one shard."""
+        return self.memory.spans and shortage.short(self.state, self.memory, command)
+
+    def errands(self, now_ms: int) -> Errands | None:
+        """What there is to tell the catalogue now, None when nothing is due; ask often. Submit the errands to
+        the catalogue (`Settle`), see that this shard takes the catalogue up to the answer's version, and
+        submit the answer here (`GiveBudget`)."""
+        return self.memory.errander.errands(now_ms) if self.memory.spans else None
+
+    def catalogue_view(self) -> CatalogueView:
+        """The whole catalogue, of shard 0, for a shard that cannot be brought up to date by events. Ask at a
+        moment when the machine says exactly what the journal says."""
+        return spread.view(self.state, self.memory)
 
     # ------------------------------------------------------------ the whole state
 

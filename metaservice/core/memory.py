@@ -8,9 +8,11 @@ from collections import deque
 from heapq import heappop, heappush
 
 from .deletion import Deletions
+from .errander import Errander
 from .leases import Leases
 from .model import REMEMBERED_REQUESTS, Limits
 from .replies import Started
+from .reports import Reports
 from .state import State, Usage
 
 
@@ -38,6 +40,33 @@ class Memory:
         self.unjournaled: dict[tuple[str, str], Started] = {}
         """Answers to start-writes that changed nothing (everything present or refused), for a retry."""
 
+        self.spans = state.shards > 1
+        """Whether there are other shards: then it is noted what they have to be told."""
+        self.spread_seq = state.seq
+        """The last event that data shards take copies of."""
+        self.durable_seq = state.seq
+        self.checked_seq = state.seq
+        """The last time that replicas compared what their states add up to."""
+        self.checked_at_ms = 0
+        self.took_over()
+
+    def took_over(self) -> None:
+        """A new epoch: what shards told each other before is told again."""
+        self.errander = Errander(self.state, self.limits, self.deletions.overdue_bytes)
+        self.reports = Reports(self.state, self.limits)
+
+    def forget(self, usage: Usage) -> None:
+        """A tenant, group, instance or storage is gone."""
+        self.pressed.discard(usage)
+        if self.spans:
+            self.errander.forget(usage)
+            self.reports.forget((usage.scope, usage.id))
+
+    def limit_changed(self, usage: Usage) -> None:
+        """A limit that spans shards, or what the catalogue granted of it, is another one."""
+        self.errander.limit_changed(usage)
+        self.reports.limit_changed((usage.scope, usage.id))
+
     def remember_unjournaled(self, request: tuple[str, str], reply: Started) -> None:
         """Keep an answer that no event carries, bounded like the journaled ones."""
         self.unjournaled[request] = reply
@@ -60,6 +89,9 @@ class Memory:
     def reveal(self, durable_seq: int) -> None:
         """Everything up to this seq is durable: readers may see what it published, bytes it removed may
         go."""
+        self.durable_seq = durable_seq
+        if self.spans:
+            self.errander.reveal(durable_seq)
         while self.unrevealed and self.unrevealed[0][0] <= durable_seq:
             self.state.index.reveal(self.unrevealed.popleft()[1])
         while self.undeleted and self.undeleted[0][0] <= durable_seq:

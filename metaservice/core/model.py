@@ -146,6 +146,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     hot_summary_max: int = 4_096
     """Every so often the most recently used blocks (at most so many) ride the journal, for the next leader's
     eviction."""
+    errand_ms: int = 500
+    """With several shards: how often a shard without news tells the catalogue how it is, and hears what
+    others need."""
     high_permille: int = 950
     low_permille: int = 900
     """Watermarks of tenants and storages; groups bring their own."""

@@ -4,6 +4,7 @@ from array import array
 
 from msgspec import Struct
 
+from .events import Event
 from .model import SwitchMode, SwitchScope
 
 
@@ -22,10 +23,11 @@ class Done(Struct, frozen=True):
 
 
 class InstanceRegistered(Struct, frozen=True):
-    """`storages`: names of the group's storages in order."""
+    """`storages`: names of the group's storages in order. `shard`: where its blocks live."""
 
     created: bool
     storages: tuple[str, ...]
+    shard: int = 0
 
 
 class Registered(Struct, frozen=True):
@@ -189,3 +191,113 @@ class Usage(Struct, frozen=True):
     deleting_blocks: int = 0
     bytes_max: int | None = None
     blocks_max: int | None = None
+
+
+# ---------------------------------------------------------------- between shards
+
+
+class Returned(Struct, frozen=True, array_like=True):
+    """Budget that a data shard gave up and that the catalogue has not taken yet, as far as the shard knows;
+    see `events.SliceReturned`. An `id` of '' is void: its scope went meanwhile, only the number counts."""
+
+    number: int
+    scope: SwitchScope
+    id: str
+    bytes: int | None
+    blocks: int | None
+    kept: bool
+    version: int
+
+
+class Want(Struct, frozen=True, array_like=True):
+    """The slice that a shard could use, all of it (not what is missing): said twice it means the same.
+    `urgent`: a write was short of it; otherwise it is only to be there in time."""
+
+    scope: SwitchScope
+    id: str
+    bytes: int
+    blocks: int
+    urgent: bool
+
+
+class Used(Struct, frozen=True, array_like=True):
+    """What a scope uses in one shard. `overdue_bytes` (storages): deletions that no worker confirmed in
+    time."""
+
+    scope: SwitchScope
+    id: str
+    bytes: int
+    blocks: int
+    deleting_bytes: int
+    deleting_blocks: int
+    overdue_bytes: int = 0
+
+
+class Drained(Struct, frozen=True, array_like=True):
+    """A retiring instance that has no location left. `table`: its first table's number, which no other
+    instance ever has."""
+
+    instance: str
+    table: int
+
+
+class Errands(Struct, frozen=True):
+    """What a shard has to tell the catalogue; durable facts, and wishes.
+
+    (`epoch`, `number`) orders the errands of a shard. `version`: the catalogue version that is durable there.
+    `used` has the rows that changed since the last report that the catalogue's leader of epoch `base`
+    acknowledged; `base` 0: all rows that are not zero."""
+
+    shard: int
+    epoch: int
+    number: int
+    version: int
+    base: int
+    returns: tuple[Returned, ...]
+    wants: tuple[Want, ...]
+    drained: tuple[Drained, ...]
+    used: tuple[Used, ...]
+
+
+class Give(Struct, frozen=True, array_like=True):
+    """Budget that a shard is asked to give up because others need it more. `evict`: and to evict for it."""
+
+    scope: SwitchScope
+    id: str
+    bytes: int
+    blocks: int
+    evict: bool
+
+
+class Settled(Struct, frozen=True):
+    """Reply to Settle. `number` is the errands', `epoch` the catalogue's. `version`: once the shard has taken
+    it, it has what was granted here. `starved`: scopes of which there is no more to be had now."""
+
+    number: int
+    epoch: int
+    version: int
+    starved: tuple[tuple[SwitchScope, str], ...] = ()
+    give: tuple[Give, ...] = ()
+
+
+class Slices(Struct, frozen=True, array_like=True):
+    """What each shard was granted of a limit, as (bytes, blocks) by shard (None: unlimited); the seqs at
+    which the scope was made and at which its limits came to be where there was none."""
+
+    scope: SwitchScope
+    id: str
+    made_seq: int
+    bytes_seq: int
+    blocks_seq: int
+    granted: tuple[tuple[int | None, int | None], ...]
+
+
+class CatalogueView(Struct, frozen=True):
+    """The whole catalogue as of seq `version`, all of it durable. `events` would make it out of nothing."""
+
+    version: int
+    cluster: str
+    grant_next: int
+    events: tuple[Event, ...]
+    slices: tuple[Slices, ...]
+    returns_taken: tuple[int, ...]

@@ -12,7 +12,11 @@ from msgspec import Struct
 from .events import BlocksRemoved, WriteFinished, WriteStarted
 from .index import BlockIndex, Table
 from .model import EvictionPolicy, Fingerprint, GroupKind, Quota, SwitchMode, SwitchScope
-from .replies import Switched
+from .replies import Returned, Switched
+
+ScopeKey = tuple[SwitchScope, str]
+Pair = tuple[int | None, int | None]
+"""(bytes, blocks); None: no limit, or not concerned."""
 
 Remembered = WriteStarted | WriteFinished | BlocksRemoved
 
@@ -75,7 +79,9 @@ class Storage:
     """One storage system. Its capacity is physical: bytes whose deletion is overdue count against it (see
     `admission`)."""
 
-    __slots__ = ("capacity_bytes", "fault_domain", "id", "kind", "number", "options", "switch", "usage")
+    __slots__ = (
+        "capacity_bytes", "fault_domain", "id", "kind", "left_seq", "number", "options", "switch", "usage",
+    )  # fmt: skip
 
     def __init__(self, id: str, number: int, kind: str, options: dict[str, str]) -> None:
         self.id = id
@@ -86,6 +92,9 @@ class Storage:
         self.fault_domain = ""
         self.switch = SwitchMode.normal
         self.usage = Usage(SwitchScope.storage, id)
+        self.left_seq = 0
+        """With several shards: when a group last ceased to name it. What shards say of its use counts from
+        there on."""
 
 
 class Group:
@@ -112,14 +121,15 @@ class Instance:
     order."""
 
     __slots__ = (
-        "effective", "fingerprint", "group", "id", "primary", "quota", "retiring", "switch", "tables",
-        "usage",
+        "effective", "fingerprint", "group", "id", "primary", "quota", "retiring", "shard", "switch",
+        "tables", "usage",
     )  # fmt: skip
 
-    def __init__(self, id: str, group: Group, fingerprint: Fingerprint) -> None:
+    def __init__(self, id: str, group: Group, fingerprint: Fingerprint, shard: int) -> None:
         self.id = id
         self.group = group
         self.fingerprint = fingerprint
+        self.shard = shard
         self.quota = Quota()
         self.switch = SwitchMode.normal
         self.retiring = False
@@ -203,11 +213,26 @@ class Member(Struct, array_like=True):
     storages: tuple[str, ...] = ()
 
 
-class State:
-    """Everything that the journal of one shard says."""
+class Held:
+    """What the other shards were granted of one limit, as the catalogue says. `since`: the seqs at which the
+    (bytes, blocks) limits came to be where there had been none. `slices`: [bytes, blocks] of shard 1 and on;
+    None: unlimited (still)."""
 
-    def __init__(self, shard: int) -> None:
+    __slots__ = ("made_seq", "since", "slices")
+
+    def __init__(self, made_seq: int, since: list[int], slices: list[list[int | None]]) -> None:
+        self.made_seq = made_seq
+        self.since = since
+        self.slices = slices
+
+
+class State:
+    """Everything that the journal of one shard says. `shards`: how many there are, for good."""
+
+    def __init__(self, shard: int, shards: int = 1) -> None:
+        assert shards == 1 or shard < shards, f"shard {shard} of {shards}"
         self.shard = shard
+        self.shards = shards
         self.seq = 0
         self.epoch = 0
         self.cluster = ""
@@ -235,6 +260,21 @@ class State:
         self.session_next = 1
         self.table_next = 1
         self.grant_next = 1
+        # Several shards only, see `escrow`:
+        self.catalogue_version = 0
+        """A data shard has what the catalogue said up to this seq of it."""
+        self.return_next = 1
+        self.outstanding: dict[int, Returned] = {}
+        """What a data shard gave up and does not know to be taken, by number."""
+        self.held: dict[ScopeKey, Held] = {}
+        """The catalogue: who was granted what."""
+        self.returns_taken = [0] * shards
+        """The catalogue: the last return that it took of each shard."""
+
+    @property
+    def leads_catalogue(self) -> bool:
+        """Whether what is registered is decided here, not copied from the catalogue shard."""
+        return self.shards == 1 or not self.shard
 
     def members(self, kind: str) -> dict[str, Member]:
         """The registry of `engine` or `worker`."""

@@ -2,8 +2,8 @@
 step before left.
 
 Nothing here waits for a caller: expired sessions free their locations, silent members expire, leases end,
-tasks go to another worker, watermarks are kept, retiring instances shrink, and a summary of what is hot rides
-the journal.
+tasks go to another worker, watermarks are kept, retiring instances shrink, a summary of what is hot rides the
+journal, and so does what the state adds up to, for replicas to compare.
 """
 
 from array import array
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from itertools import islice
 
 from .admission import watermark_victims
-from .events import BlocksRemoved, Event, HotBlocks, InstanceGone
+from .events import BlocksRemoved, Event, HotBlocks, InstanceGone, StateChecked
 from .index import packed_slots
 from .membership import expiries
 from .memory import Memory
 from .state import Instance, State
+from .summary import summary
 from .writes import session_end
 
 _SESSIONS_PER_TICK = 4_096
@@ -29,15 +30,20 @@ def tick(state: State, memory: Memory, now_ms: int) -> Iterator[list[Event]]:
         session_end(state.sessions[number], memory, True, "", now_ms)
         for number in memory.overdue_sessions(now_ms, _SESSIONS_PER_TICK)
     ]
-    yield expiries(state, memory, now_ms)
+    if state.leads_catalogue:
+        yield expiries(state, memory, now_ms)
     if memory.pressed:
         victims = watermark_victims(state, memory, memory.limits.evict_batch_max)
         if victims:
             yield [_removed(memory, victims, "watermark", now_ms)]
     for id in list(state.retiring):
-        yield from _retire(state, memory, state.instances[id], now_ms)
+        instance = state.instances[id]
+        if state.shards == 1 or instance.shard == state.shard:
+            yield from _retire(state, memory, instance, now_ms)
     if memory.touched and now_ms - memory.hot_summary_at_ms >= memory.limits.hot_summary_ms:
         yield [_hot(state, memory, now_ms)]
+    if state.seq > memory.checked_seq and now_ms - memory.checked_at_ms >= memory.limits.hot_summary_ms:
+        yield [StateChecked(now_ms, summary(state))]
 
 
 def _retire(state: State, memory: Memory, instance: Instance, now_ms: int) -> Iterator[list[Event]]:
@@ -48,7 +54,10 @@ def _retire(state: State, memory: Memory, instance: Instance, now_ms: int) -> It
     if slots:
         yield [_removed(memory, slots, "retired", now_ms)]
     elif not any(table.blocks_deleting for table in instance.tables.values()):
-        yield [InstanceGone(now_ms, instance.id)]
+        if state.leads_catalogue:
+            yield [InstanceGone(now_ms, instance.id)]
+        else:
+            memory.errander.drained.setdefault(instance.id, state.seq)  # the catalogue lets it go
 
 
 def _removed(memory: Memory, slots: list[int], why: str, now_ms: int) -> BlocksRemoved:

@@ -13,10 +13,12 @@ _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
 def find_instance(state: State, id: str) -> Instance | Rejection:
-    """The instance, when it answers callers."""
+    """The instance, when it answers callers, and here."""
     instance = state.instances.get(id)
     if instance is None:
         return Rejection("instance_unknown", f"no instance {id!r}: register it first", "instance")
+    if state.shards > 1 and instance.shard != state.shard:
+        return Rejection("instance_unknown", f"instance {id!r} lives in shard {instance.shard}", "instance")
     if instance.retiring:
         return Rejection("instance_retiring", f"instance {id!r} is being removed", "instance")
     return instance

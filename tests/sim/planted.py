@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from metaservice.core import apply, machine, membership, ticks, writes
 from metaservice.core import commands as cmd
 from metaservice.core import events as ev
-from metaservice.core.admission import _Freed
+from metaservice.core.admission import Freed
 from metaservice.core.deletion import Deletions
 from metaservice.core.eviction import Plan
 from metaservice.core.ids import SLOT_MASK
@@ -55,14 +55,14 @@ def visible_before_durable() -> Iterator[None]:
 @contextmanager
 def quota_checked_after() -> Iterator[None]:
     """As long as there is room for one block, there is room for all."""
-    known, known_storage = _Freed.room, _Freed.storage_room
+    known, known_storage = Freed.room, Freed.storage_room
 
     def all_or_nothing(room: int | None) -> int | None:
         return 1 << 20 if room else room
 
     with (
-        patch.object(_Freed, "room", lambda *a: all_or_nothing(known(*a))),
-        patch.object(_Freed, "storage_room", lambda *a: all_or_nothing(known_storage(*a))),
+        patch.object(Freed, "room", lambda *a: all_or_nothing(known(*a))),
+        patch.object(Freed, "storage_room", lambda *a: all_or_nothing(known_storage(*a))),
     ):
         yield
 

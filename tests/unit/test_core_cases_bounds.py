@@ -24,6 +24,7 @@ from metaservice.core.commands import (
     TakeTasks,
     Unknown,
 )
+from metaservice.core.ids import location_base
 from metaservice.core.model import (
     ENDED_SESSIONS,
     REMEMBERED_REQUESTS,
@@ -322,17 +323,21 @@ def test_places_that_no_block_has_are_told() -> None:
     removed = fleet.put([key("c")])
     fleet.remove([key("c")])
     one, two, three = (started.locations[0] for started in (served, written, removed))
-    at = array("Q", [one, two, three, one, 5, 1 << 50])
+    never = location_base(2) + 1_000
+    at = array("Q", [one, two, three, one, never, 5])
     generations = array("I", [1, 1, 1, 2, 1, 1])
     asked: dict[str, Any] = {
         "worker": "k", "incarnation": "1", "locations": at, "generations": generations,
     }  # fmt: skip
-    assert fleet.ask(Unknown(storage="s", **asked)).unknown == b"\x00\x00\x00\x01\x01\x01"
-    assert fleet.ask(Unknown(storage="s2", **asked)).unknown == b"\x01" * 6, "they lie in another storage"
+    assert fleet.ask(Unknown(storage="s", **asked)).unknown == b"\x00\x00\x00\x01\x01\x00", (
+        "what another shard's places are, that shard says: nobody may take them for orphans"
+    )
+    elsewhere = fleet.ask(Unknown(storage="s2", **asked)).unknown
+    assert elsewhere == b"\x01" * 5 + b"\x00", "they lie in another storage"
     assert fleet.ask(Unknown(storage="s9", **asked)).code == "storage_unknown"
     fleet.tick(100)
     fleet.delete()
-    assert fleet.ask(Unknown(storage="s", **asked)).unknown == b"\x00\x00\x01\x01\x01\x01"
+    assert fleet.ask(Unknown(storage="s", **asked)).unknown == b"\x00\x00\x01\x01\x01\x00"
 
 
 def test_storages_are_filled_in_the_order_of_the_group() -> None:

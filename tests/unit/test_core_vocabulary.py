@@ -11,7 +11,7 @@ from metaservice.core import outcomes as core_outcomes
 from metaservice.core.apply import _APPLY
 from metaservice.core.diagram import document
 from metaservice.core.events import Event
-from metaservice.core.machine import _DECIDE
+from metaservice.core.machine import _DECIDE, _STEPS
 from metaservice.core.transitions import LEASE, LOCATION, SESSION, sources
 from metaservice.wire import schemas
 from metaservice.wire.problems import PROBLEMS
@@ -55,7 +55,7 @@ def test_every_event_is_applied_and_every_command_decided() -> None:
         for name, one in vars(commands).items()
         if isinstance(one, type) and issubclass(one, commands.Command)
     }
-    assert {one.__name__ for one in _DECIDE} == defined - reads - special
+    assert {one.__name__ for one in (*_DECIDE, *_STEPS)} == defined - reads - special
 
 
 def test_transition_tables_have_no_dead_state() -> None:
