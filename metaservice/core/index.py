@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from .ids import NONE
+from .ids import NONE, location_base
 from .model import AttentionGroup, LocationState, Part
 from .transitions import sources
 
@@ -398,6 +398,17 @@ def span_of(slots: Sequence[int]) -> tuple[int, int] | None:
     if count > 2 and slots != (list(run) if isinstance(slots, list) else array("I", run)):
         return None
     return first, first + count
+
+
+def locations_of(shard: int, slots: Sequence[int], span: tuple[int, int] | None = None) -> "array[int]":
+    """The location ids of a shard's slots; `span` when they are known to be one run."""
+    base = location_base(shard)
+    if not base:
+        return array("Q", slots)
+    run = span or span_of(slots)
+    if run is not None:
+        return array("Q", range(base + run[0], base + run[1]))
+    return array("Q", [base + slot for slot in slots])
 
 
 def split(packed: bytes, width: int) -> list[bytes]:

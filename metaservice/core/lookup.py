@@ -10,7 +10,7 @@ from itertools import compress
 
 from .commands import Lookup
 from .ids import caller_name, location_base
-from .index import Table
+from .index import Table, locations_of
 from .memory import Memory
 from .model import GroupKind, SwitchMode, SwitchScope
 from .rejections import Rejection
@@ -266,9 +266,7 @@ def _readable_run(state: State, slots: list[int]) -> tuple[list[int], Switched |
 
 
 def _located(state: State, slots: list[int], span: tuple[int, int] | None = None) -> Located:
-    base = location_base(state.shard)
-    locations = array("Q", slots) if not base else array("Q", [base + slot for slot in slots])
-    return Located(locations, *state.index.places(slots, span))
+    return Located(locations_of(state.shard, slots, span), *state.index.places(slots, span))
 
 
 def _touch_and_lease(

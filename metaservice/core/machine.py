@@ -246,7 +246,7 @@ class Machine:
 
     def usages(self, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
         """Use of all tenants, groups, instances or storages, in numbers (see `views.usages`)."""
-        return views.usages(self.state, kind)
+        return views.usages(self.state, self.memory, kind)
 
     def gauges(self) -> dict[str, float]:
         """How much there is of what comes and goes."""

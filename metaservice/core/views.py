@@ -54,7 +54,8 @@ class GroupView(Struct, frozen=True):
 
 
 class InstanceView(Struct, frozen=True):
-    """An instance. `effective` is the strictest switch on its path (None: all normal)."""
+    """An instance. `effective` is the strictest switch on its path (None: all normal); `shard`: where its
+    blocks live."""
 
     id: str
     group: str
@@ -65,6 +66,7 @@ class InstanceView(Struct, frozen=True):
     effective: Switched | None
     retiring: bool
     usage: Usage
+    shard: int = 0
 
 
 class MemberView(Struct, frozen=True):
@@ -103,7 +105,7 @@ def describe(
     return [view for id in chosen if (view := describe_one(state, memory, kind, id, now_ms))]
 
 
-def usages(state: State, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
+def usages(state: State, memory: Memory, kind: str) -> list[tuple[str, tuple[int, int, int, int]]]:
     """(id, (bytes, blocks, deleting bytes, deleting blocks)) of all tenants, groups, instances or storages.
     Cheap: it is asked at every scrape."""
     registries: dict[str, Mapping[str, Tenant | Group | Instance | Storage]] = {
@@ -112,6 +114,8 @@ def usages(state: State, kind: str) -> list[tuple[str, tuple[int, int, int, int]
         "instances": state.instances,
         "storages": state.storages,
     }
+    if memory.reports.totals:
+        return [(one.id, _totals(memory, one.usage)[:4]) for one in registries[kind].values()]
     return [
         (one.id, (use.bytes, use.blocks, use.deleting_bytes, use.deleting_blocks))
         for one in registries[kind].values()
@@ -125,7 +129,7 @@ def describe_one(state: State, memory: Memory, kind: str, id: str, now_ms: int) 
         return None
     if kind == "tenants":
         tenant = state.tenants[id]
-        return TenantView(id, tenant.quota, tenant.switch, _usage(tenant.usage))
+        return TenantView(id, tenant.quota, tenant.switch, _usage(memory, tenant.usage, tenant.quota))
     if kind == "storages":
         return _storage(state, memory, id)
     if kind == "groups":
@@ -133,14 +137,14 @@ def describe_one(state: State, memory: Memory, kind: str, id: str, now_ms: int) 
         return GroupView(
             id, group.tenant.id, group.storages, group.quota, group.high_permille, group.low_permille,
             group.eviction,
-            group.switch, _usage(group.usage),
+            group.switch, _usage(memory, group.usage, group.quota),
         )  # fmt: skip
     if kind == "instances":
         one = state.instances[id]
         return InstanceView(
             id, one.group.id, one.group.tenant.id, one.fingerprint, one.quota, one.switch, one.effective,
             one.retiring,
-            _usage(one.usage),
+            _usage(memory, one.usage, one.quota), one.shard,
         )  # fmt: skip
     if kind == "switches":
         return _ids_of_switches(state)[id]
@@ -213,20 +217,30 @@ def _reason(state: State, scope: SwitchScope, id: str) -> str:
     return state.switch_reasons.get((scope, id), "")
 
 
-def _usage(counters: Counters) -> Usage:
-    return Usage(
-        counters.bytes, counters.blocks, counters.deleting_bytes, counters.deleting_blocks,
-        counters.budget_bytes,
-        counters.budget_blocks,
-    )  # fmt: skip
+def _totals(memory: Memory, counters: Counters) -> tuple[int, int, int, int, int]:
+    """Bytes, blocks, deleting bytes, deleting blocks of all shards, and what is overdue in the others; as far
+    as they told (only the catalogue's leader is told)."""
+    others = memory.reports.totals.get((counters.scope, counters.id), (0, 0, 0, 0, 0))
+    return (
+        counters.bytes + others[0],
+        counters.blocks + others[1],
+        counters.deleting_bytes + others[2],
+        counters.deleting_blocks + others[3],
+        others[4],
+    )
+
+
+def _usage(memory: Memory, counters: Counters, limit: Quota) -> Usage:
+    """What is used of the operator's limit, which may be more than this shard's slice of it."""
+    return Usage(*_totals(memory, counters)[:4], limit.bytes, limit.blocks)
 
 
 def _storage(state: State, memory: Memory, id: str) -> StorageView:
     one = state.storages[id]
     return StorageView(
         id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.switch,
-        _usage(one.usage),
-        memory.deletions.overdue_bytes.get(one.number, 0),
+        _usage(memory, one.usage, Quota(one.capacity_bytes)),
+        memory.deletions.overdue_bytes.get(one.number, 0) + _totals(memory, one.usage)[4],
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from .admission import Admission, admit
 from .commands import Abort, Finish, RenewWrite, StartWrite
 from .events import BlocksRemoved, Event, SessionEnded, SessionRenewed, WriteFinished, WriteStarted
 from .ids import NONE, SLOT_MASK, caller_name, location_base, shard_of
-from .index import SERVING, Table, packed_slots
+from .index import SERVING, Table, locations_of, packed_slots
 from .memory import Memory
 from .model import SessionState, SwitchMode
 from .outcomes import FinishStatus, RefusedReason, WriteOutcome
@@ -247,10 +247,9 @@ def _started_event(
 def started_reply(state: State, event: WriteStarted) -> Started:
     """The reply that the event carries: the first one and every retry's."""
     count = len(event.outcomes)
-    base = location_base(state.shard)
     slots, generations = array("I", event.slots), array("I", event.generations)
     storages = array("H", event.storages)
-    located = array("Q", [base + slot for slot in slots]) if base else array("Q", slots)
+    located = locations_of(state.shard, slots)
     if event.rows or len(slots) < count:
         if event.rows:
             rows = array("I", event.rows)
@@ -344,12 +343,10 @@ def _finish_open(state: State, memory: Memory, session: Session, command: Finish
     columns = _part_columns(table, command)
     if isinstance(columns, Rejection):
         return columns, []
-    base = location_base(state.shard)
     whole = (
-        not base
-        and command.parts is None
+        command.parts is None
         and (command.ok is None or command.ok.find(0) < 0)
-        and command.locations == array("Q", session.slots)
+        and command.locations == locations_of(state.shard, session.slots)
         and command.generations == session.generations
         and session.status.count(PENDING) == len(session.slots)
         and not any(map(state.index.done.__getitem__, session.slots))
