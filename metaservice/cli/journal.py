@@ -145,7 +145,8 @@ def described(report: Mapping[str, Any]) -> str:
     """A report as text for people."""
     lines_ = [
         f"shard {report['shard']}: seq {report['first_seq']} to {report['head_seq']}, "
-        f"epoch {report['epoch']}, {report['batches']} batches, {report['events']} events, {len(report['snapshots'])} snapshots"
+        f"epoch {report['epoch']}, {report['batches']} batches, {report['events']} events, "
+        f"{len(report['snapshots'])} snapshots"
     ]
     lines_ += [
         f"  snapshot of seq {one['seq']}: {one['size_bytes']} bytes, "

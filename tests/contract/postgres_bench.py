@@ -2,6 +2,8 @@
 done by SQL."""
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import asyncpg
@@ -59,6 +61,25 @@ class PostgresBench(JournalBench):
 
     def journal(self, shard: int = 0) -> PostgresJournal:
         return self._kept(PostgresJournal(self.settings, shard, "bench"))
+
+    def impatient_journal(self) -> PostgresJournal:
+        """One with a short deadline, for tests that wait for it to pass."""
+        return self._kept(PostgresJournal(replace(self.settings, timeout_ms=300), 0, "bench"))
+
+    def backends(self) -> list[int]:
+        """Process ids of the servers that serve journals now."""
+        rows = self.sql(
+            "SELECT pid FROM pg_stat_activity WHERE application_name = 'ucm-meta'"
+            " AND datname = current_database()"
+        )
+        return [row[0] for row in rows]
+
+    def await_gone(self, pids: list[int]) -> None:
+        """Until none of these servers is left."""
+        deadline = time.monotonic() + 10
+        while set(self.backends()) & set(pids):
+            assert time.monotonic() < deadline, "a server does not end"
+            time.sleep(0.01)
 
     def reader(self, shard: int = 0) -> PostgresReader:
         return self._kept(postgres.open_reader(self.settings, shard))

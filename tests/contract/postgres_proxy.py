@@ -23,11 +23,11 @@ class PostgresProxy:
         credentials = parts.netloc.rpartition("@")[0]
         self.dsn = parts._replace(netloc=f"{credentials}@127.0.0.1:{port}", query="sslmode=disable").geturl()
         self._lock = threading.Lock()
-        self._pairs: list[tuple[socket, socket]] = []
+        self._pairs: list[_Pair] = []
         self._cut_before = ""
         self._cut_after: list[str] = []
-        self._flowing = threading.Event()
-        self._flowing.set()
+        self._held = threading.Event()
+        self._held.set()
         self.refusing = False
         """Whether new connections are closed at once."""
         self.connections = 0
@@ -38,7 +38,7 @@ class PostgresProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._flowing.set()
+        self._held.set()
         with suppress(OSError):
             self._listener.shutdown(SHUT_RDWR)
         self._listener.close()
@@ -49,7 +49,7 @@ class PostgresProxy:
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
-            _close(*pair)
+            pair.close()
 
     def cut_before(self, kind: str) -> None:
         """The next message of this kind from a client is not forwarded; its connection is closed instead."""
@@ -61,12 +61,16 @@ class PostgresProxy:
         self._cut_after = [kind] * count
 
     def hold(self) -> None:
-        """Nothing is forwarded any more, either way; nothing is closed."""
-        self._flowing.clear()
+        """Nothing is forwarded any more over the connections that there are, either way, and they stay open
+        to the server. New ones work."""
+        self._held = threading.Event()
+        with self._lock:
+            for pair in self._pairs:
+                pair.gate = self._held
 
     def let_go(self) -> None:
         """What was held is forwarded, late."""
-        self._flowing.set()
+        self._held.set()
 
     def _accept(self) -> None:
         while True:
@@ -83,20 +87,22 @@ class PostgresProxy:
             except OSError:
                 client.close()
                 continue
+            pair = _Pair(client, server)
             with self._lock:
-                self._pairs.append((client, server))
-            for source, sink, of_client in ((client, server, True), (server, client, False)):
-                threading.Thread(target=self._pump, args=(source, sink, of_client), daemon=True).start()
+                self._pairs.append(pair)
+            for of_client in (True, False):
+                threading.Thread(target=self._pump, args=(pair, of_client), daemon=True).start()
 
-    def _pump(self, source: socket, sink: socket, of_client: bool) -> None:
+    def _pump(self, pair: "_Pair", of_client: bool) -> None:
+        source, sink = (pair.client, pair.server) if of_client else (pair.server, pair.client)
         messages = _Messages(started=not of_client)
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                self._flowing.wait()
+                pair.gate.wait()
                 if any(self._cuts(kind, of_client) for kind in messages.kinds(data)):
                     break
                 sink.sendall(data)
-        _close(source, sink)
+        pair.close()
 
     def _cuts(self, kind: str, of_client: bool) -> bool:
         if of_client:
@@ -108,6 +114,22 @@ class PostgresProxy:
             self._cut_after.pop(0)
             return not self._cut_after
         return False
+
+
+class _Pair:
+    """A connection from a client and the one to the server."""
+
+    def __init__(self, client: socket, server: socket) -> None:
+        self.client = client
+        self.server = server
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def close(self) -> None:
+        for one in (self.client, self.server):
+            with suppress(OSError):
+                one.shutdown(SHUT_RDWR)
+            one.close()
 
 
 class _Messages:
@@ -136,10 +158,3 @@ class _Messages:
                 self._skip = int.from_bytes(self._head[-4:], "big") - 4
                 self._head, self._started = b"", True
                 yield kind
-
-
-def _close(*sockets: socket) -> None:
-    for one in sockets:
-        with suppress(OSError):
-            one.shutdown(SHUT_RDWR)
-        one.close()
