@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from metaservice.core import commands, replies
-from metaservice.replica.errors import NotLeader
+from metaservice.replica.errors import NotLeader, ShardUnavailable
 from metaservice.telemetry.metrics import Metrics
 from metaservice.wire import schemas as wire
 
@@ -124,7 +124,10 @@ class Handlers:
         staleness_ms = shard.staleness_ms  # before the lookup: it may only be less old than told
         if staleness_ms > min(staleness_ms_max, self._settings.staleness_ms_max):
             raise NotLeader(shard.number, f"shard {shard.number} is followed here, {staleness_ms} ms behind")
-        looked = shard.look(replace(command, engine="", incarnation=""))
+        try:
+            looked = shard.look(replace(command, engine="", incarnation=""))
+        except ShardUnavailable as failure:
+            raise NotLeader(shard.number, failure.message) from None
         call.staleness_ms = staleness_ms
         return looked
 

@@ -5,6 +5,7 @@ NotLeader.
 """
 
 from metaservice.core.ids import parse_name, shard_of
+from metaservice.replica.errors import NotLeader, ShardUnavailable
 
 from .call import NOWHERE, Call
 from .errors import ApiError
@@ -27,16 +28,30 @@ class Routing:
         self._stamps: list[tuple[int, int, tuple[Header, ...]]] = [(NOWHERE, NOWHERE, ())] * len(self.shards)
 
     def instance(self, call: Call, instance: str) -> tuple[ShardPort, InstanceInfo]:
-        """The home of an instance and what is known of it there. Raises `instance_unknown`."""
+        """The home of an instance and what is known of it there. Raises `instance_unknown`, and NotLeader or
+        ShardUnavailable where this replica cannot know.
+        """
         number = self._home(instance)
-        if number is not None:
-            call.shard = number
-            shard = self.shards[number]
+        if number is None:
+            raise self.unknown(instance)
+        call.shard = number
+        shard = self.shards[number]
+        try:
             info: InstanceInfo | None = shard.instance(instance)
-            if info is not None:
-                return shard, info
+        except ShardUnavailable as failure:
+            if shard.ready:
+                raise
+            raise NotLeader(number, failure.message) from None
+        if info is None:
+            raise self.unknown(instance)
+        return shard, info
+
+    def unknown(self, instance: str) -> Exception:
+        """The error for an instance that is in no catalogue: never said by a replica that has none."""
         name(instance, "instance")
-        raise ApiError("instance_unknown", "no instance of this name is registered", "instance")
+        if not self.catalogue.epoch:
+            return ShardUnavailable("not_ready", f"{self.catalogue.status}: {self.catalogue.reason}")
+        return ApiError("instance_unknown", "no instance of this name is registered", "instance")
 
     def session(self, call: Call) -> tuple[ShardPort, int]:
         """The shard and number of the write session in the path. Raises `session_unknown`."""

@@ -17,7 +17,8 @@ from metaservice.clock import ShardClock, monotonic_s
 from metaservice.core.model import Limits
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.leadership.single import SingleLeadership
-from metaservice.replica.node import Pace, Replica
+from metaservice.replica.election import Pace
+from metaservice.replica.node import Replica
 from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import Tracer, open_tracer

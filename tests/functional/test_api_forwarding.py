@@ -14,6 +14,7 @@ import pytest
 from metaservice.api.settings import ApiSettings
 from metaservice.core import commands, replies
 from metaservice.core.rejections import Rejection
+from metaservice.replica.errors import ShardUnavailable
 from tests.functional.api_house import until
 from tests.functional.fake_fleet import OWNER, DeafLeader, Fleet, open_fleet
 from tests.security.fake_shard import KEY
@@ -475,6 +476,29 @@ async def test_a_follower_refuses_nothing_that_its_leader_may_know_better() -> N
         assert problem(reply) == (422, "key_length") and fleet["r1"].forwarded("answered") == 2
         reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", {"kyes": []})
         assert problem(reply) == (422, "unknown_field") and fleet["r1"].forwarded("answered") == 2
+
+
+async def test_a_replica_without_any_state_knows_of_no_instance_that_it_is_unknown() -> None:
+    async with open_fleet("r1", "r2") as fleet:
+        fleet.cluster.leaders[1] = "r2"
+        replica = fleet["r1"].replica
+        replica.shard(1).instance = stateless  # type: ignore[method-assign]
+        assert (await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP)).status_code == 200
+        stale = {**LOOKUP, "staleness_ms_max": 1_000}
+        assert (await fleet.send("r1", "POST", "/v1/instances/m1/lookup", stale)).status_code == 200
+        assert fleet["r1"].forwarded("answered") == 2
+        replica.known, replica.shard(0).epoch = set(), 0
+        for method, path, body in (
+            ("POST", "/v1/instances/m1/lookup", LOOKUP),
+            ("POST", "/v1/instances/m1/writes", START),
+            ("GET", f"/v1/instances/m1/blocks/{HEX}", None),
+        ):
+            reply = await fleet.send("r1", method, path, body)
+            assert problem(reply) == (503, "not_ready") and "retry-after" in reply.headers
+
+
+def stateless(name: str) -> Any:
+    raise ShardUnavailable("not_ready", "rebuilding")
 
 
 # ---------------------------------------------------------------- followers' answers

@@ -15,7 +15,7 @@ from metaservice.core.views import SwitchView
 from metaservice.wire.columns import key_of
 
 from ..documents import Status, listed, viewed
-from ..errors import ApiError, taken
+from ..errors import taken
 from ..models import Name, SwitchBody
 from ..respond import Stale, reader, respond
 from ..routing import Routing
@@ -44,15 +44,14 @@ def add_system_routes(router: APIRouter, routing: Routing, settings: ApiSettings
         number = replica.home(instance)
         if number is None and await replica.refresh():
             number = replica.home(instance)
-        unknown = ApiError("instance_unknown", "no instance of this name is registered", "instance")
         if number is None:
-            raise unknown
+            raise routing.unknown(instance)
         shard, headers = reader(routing.shards[number], stale, settings)
         info = shard.instance(instance)
         if info is None and await replica.refresh():
             info = shard.instance(instance)
         if info is None:
-            raise unknown
+            raise routing.unknown(instance)
         detail = taken(shard.block(instance, group, key_of(key, info.key_length, "key")))
         return respond(request, detail, headers=headers)
 
