@@ -28,7 +28,9 @@ class Addresses:
         """The address to connect to. Waits for a look-up only when none is known. Raises OSError when the
         name service knows none."""
         if not self._known:
-            self._known = await asyncio.shield(self._look())
+            await asyncio.shield(self._look())  # it keeps what it finds
+        if not self._known:
+            raise OSError("the name service gives no address")
         return self._known[0]
 
     def failed(self, address: str) -> None:
@@ -56,7 +58,7 @@ class Addresses:
             return  # what is known stays known
         found = task.result()
         if set(found) != set(self._known):
-            self._known = found
+            self._known = list(found)
 
 
 async def system_lookup(host: str) -> list[str]:

@@ -104,6 +104,11 @@ class MemoryElector:
         self._expire(now_ms)
         return next((life for life, lease in self._leases.items() if shard in lease.shards), None)
 
+    def holds_lease(self, life: str, now_ms: int) -> bool:
+        """Whether the life's lease has not run out."""
+        self._expire(now_ms)
+        return life in self._leases
+
     def _expire(self, now_ms: int) -> None:
         for life in [life for life, lease in self._leases.items() if lease.ends_ms <= now_ms]:
             del self._leases[life]

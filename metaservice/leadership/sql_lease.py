@@ -19,11 +19,11 @@ The races, and what settles each:
 
 - *Renewal against take-over.* Both lock the holder's `replica` row: the renewal by adding to the beat, the
   take-over by locking it and looking whether the beat is still the one it saw. If the renewal commits first,
-  the take-over finds another beat and takes nothing. If the take-over commits first, the renewal waits for it,
-  and reads the seats in a second statement, whose snapshot is newer: it finds the seat taken. One statement
-  for both would read the seats as they were before it waited, and the old holder would go on for another ttl.
-  For the same reason both run at READ COMMITTED, whatever the server's default is: at a stricter level they
-  would fail there instead of looking again.
+  the take-over finds another beat and takes nothing. If the take-over commits first, the renewal waits for
+  it, and reads the seats in a second statement, whose snapshot is newer: it finds the seat taken. One
+  statement for both would read the seats as they were before it waited, and the old holder would go on for
+  another ttl. For the same reason both run at READ COMMITTED, whatever the server's default is: at a stricter
+  level they would fail there instead of looking again.
 - *Take-over against take-over.* Both lock the `seat` row by an update that names the holder they saw; the
   second one finds another holder.
 - *A holder that wakes up late.* Its renewal adds to the beat and then reads the seats. If somebody took its
@@ -117,7 +117,8 @@ class SqlLeadership(Leadership):
         self._server = SqlServer(settings, timeout_ms, now_s, chance)
         self._seen = _Seen(now_s, ttl_ms / 1000)
         self._turn = asyncio.Lock()
-        self._registered = False
+        self.registered = False
+        """Whether this life has renewed, and not closed since."""
         self._superseded = False
 
     async def renew(self, report: Report) -> View:
@@ -125,7 +126,7 @@ class SqlLeadership(Leadership):
             if self._superseded:
                 raise ReplicaSuperseded(self._replica)
             lives, seats = await self._server.transact("renewing", lambda to: self._renew(to, report))
-            self._registered = True
+            self.registered = True
             self._seen.note(lives)
             await self._remove_dead(lives)
             return self._view(lives, seats)
@@ -138,7 +139,7 @@ class SqlLeadership(Leadership):
 
     async def acquire(self, shard: int) -> bool:
         async with self._turn:
-            if not self._registered or self._superseded or not 0 <= shard < self._shards:
+            if not self.registered or self._superseded or not 0 <= shard < self._shards:
                 return False
             return await self._server.transact(f"taking shard {shard}", lambda to: self._acquire(to, shard))
 
@@ -151,10 +152,10 @@ class SqlLeadership(Leadership):
 
     async def close(self) -> None:
         async with self._turn:
-            if self._registered:
+            if self.registered:
                 with suppress(LeadershipError):
                     await self._server.transact("closing", lambda to: to.execute(self._sql.leave, self._life))
-                self._registered = False
+                self.registered = False
             await self._server.close()
 
     # --- one transaction each ---------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class SqlLeadership(Leadership):
     async def _register(self, to: Connection, report: str) -> None:
         """Our row is not there, or another life of our name has superseded it."""
         there = await to.fetchval(self._sql.own, self._life) is not None
-        if there or (self._registered and await to.fetchval(self._sql.others, self._replica)):
+        if there or (self.registered and await to.fetchval(self._sql.others, self._replica)):
             self._superseded = True
             raise ReplicaSuperseded(self._replica)
         await to.execute(self._sql.supersede, self._replica)
