@@ -1,6 +1,7 @@
 """How a worker behaves, and what it did."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +26,18 @@ class WorkerOptions:
     stop_ms: int = 5_000
 
     def __post_init__(self) -> None:
-        for field in ("tasks_max", "sweep_ms", "backoff_ms_min", "backoff_ms_max"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} is not positive")
-        for field in ("poll_ms", "safe_age_ms", "stop_ms"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field}: {getattr(self, field)} is negative")
+        for name in ("tasks_max", "sweep_ms", "backoff_ms_min", "backoff_ms_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not positive")
+        for name in ("poll_ms", "safe_age_ms", "stop_ms"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is negative")
 
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What a worker did since it started; each number is changed by one thread only.
+    """What a worker did since it started. Those of sweeps are changed by one thread only, those of tasks
+    under `lock`.
 
     By tasks: `tasks` confirmed; `deleted` files, files `absent` already, and `failed` deletions; `refused`:
     answers of a service that is not ours, for which nothing was done. By sweeps: `sweeps` that went through
@@ -53,3 +55,4 @@ class WorkerStats:
     swept_temporary: int = 0
     sweep_failed: int = 0
     foreign: int = 0
+    lock: Lock = field(default_factory=Lock, repr=False, compare=False)

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from metaservice.client.results import ConfirmResult, DeleteTask, LeaveResult, TasksResult, UnknownResult
+from metaservice.client.results import (
+    ClusterResult,
+    ConfirmResult,
+    DeleteTask,
+    LeaveResult,
+    TasksResult,
+    UnknownResult,
+)
 from metaservice.wire.schemas import StorageRef
 
 
@@ -40,7 +47,9 @@ class Service(Protocol):
 
     def deregister(self) -> LeaveResult: ...
 
-    def take_tasks(self, *, limit: int, wait_ms: int) -> TasksResult: ...
+    def cluster(self) -> ClusterResult: ...
+
+    def take_tasks(self, *, limit: int, wait_ms: int, shard: int | None) -> TasksResult: ...
 
     def confirm_task(self, task: DeleteTask, *, ok: Sequence[bool] | None = None) -> ConfirmResult: ...
 

@@ -12,9 +12,13 @@ from threading import Event
 from dataplane.options import WorkerStats
 from dataplane.port import Backend, DeleteFailed, Found, ScanFailed
 from dataplane.service import Guard, Service, Standing
+from metaservice.client.calls import shard_of_location
 from metaservice.client.results import now_ms
 
 log = logging.getLogger("dataplane.worker")
+
+Slot = tuple[int, int]
+"""(location, generation)"""
 
 BATCH_MAX = 1024
 """Files that one question to the service is about."""
@@ -42,12 +46,14 @@ class Sweeper:
         storages: Mapping[str, Backend],
         stats: WorkerStats,
         safe_age_ms: int,
+        shards: int,
     ) -> None:
         self._service = service
         self._guard = guard
         self._storages = storages
         self._stats = stats
         self._safe_age_ms = safe_age_ms
+        self._shards = shards
 
     def sweep(self, over: Event) -> bool:
         """One pass over all storages; False when it was cut off by the service's absence or by `over`."""
@@ -84,22 +90,19 @@ class Sweeper:
 
     def _ripe(self, found: Iterator[Found], foreign: list[str]) -> Iterator[Found]:
         for one in found:
-            if one.place is None:
+            if one.place is None or shard_of_location(one.place.location) >= self._shards:
                 foreign.append(one.name)
             elif one.age_ms > self._safe_age_ms:
                 yield one
 
     def _settle(self, name: str, backend: Backend, standing: Standing, batch: list[Found]) -> None:
         """Delete those of `batch` that are orphans."""
-        slots = list({(one.place.location, one.place.generation) for one in batch if one.place is not None})
-        if not self._guard.holds(standing):
-            raise SweepStopped(self._guard.trouble())
-        answer = self._service.unknown_places(name, [slot[0] for slot in slots], [slot[1] for slot in slots])
-        if answer.failure is not None:
-            raise SweepStopped(f"{answer.failure} {answer.detail}".rstrip())
-        if not self._guard.holds(standing):
-            raise SweepStopped(self._guard.trouble())
-        orphans = {slot for slot, unknown in zip(slots, answer.unknown, strict=True) if unknown}
+        orphans: set[Slot] = set()
+        by_shard: dict[int, list[Slot]] = {}
+        for slot in {(one.place.location, one.place.generation) for one in batch if one.place is not None}:
+            by_shard.setdefault(shard_of_location(slot[0]), []).append(slot)
+        for slots in by_shard.values():
+            orphans |= self._orphans(name, standing, slots)
         gone = [
             one
             for one in batch
@@ -109,6 +112,17 @@ class Sweeper:
         ]
         if gone:
             log.info("deleted %d orphans of %s, such as %s", len(gone), name, gone[0].name)
+
+    def _orphans(self, name: str, standing: Standing, slots: list[Slot]) -> set[Slot]:
+        """Which of `slots`, all of one shard, its leader does not know."""
+        if not self._guard.holds(standing):
+            raise SweepStopped(self._guard.trouble())
+        answer = self._service.unknown_places(name, [slot[0] for slot in slots], [slot[1] for slot in slots])
+        if answer.failure is not None:
+            raise SweepStopped(f"{answer.failure} {answer.detail}".rstrip())
+        if not self._guard.holds(standing):
+            raise SweepStopped(self._guard.trouble())
+        return {slot for slot, unknown in zip(slots, answer.unknown, strict=True) if unknown}
 
     def _discard(self, backend: Backend, one: Found) -> bool:
         try:

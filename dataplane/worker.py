@@ -12,21 +12,18 @@ from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
 
 from dataplane.options import WorkerOptions, WorkerStats
-from dataplane.port import Backend, DeleteFailed, OpenFailed, Place
+from dataplane.port import Backend, OpenFailed
 from dataplane.registry import open_backend
 from dataplane.service import Guard, Registered, Service
 from dataplane.sweep import Sweeper
+from dataplane.tasks import Lane, dealt
 from metaservice.client.breaker import Backoff, new_random
 from metaservice.client.errors import REJECTED
-from metaservice.client.results import DeleteTask, now_ms
 
 log = logging.getLogger("dataplane.worker")
 
 _LOOK_MS = 100
 """How soon the end of the run, or of one of its threads, is noticed."""
-_CHUNK_LOCATIONS = 256
-"""Locations deleted between two looks at the clock."""
-_CONFIRM_TRIES = 5
 
 
 class Worker:
@@ -85,15 +82,16 @@ class Worker:
         opened: list[Backend] = []
         try:
             storages = self._open(registration, guard, opened)
-            if storages is None:
+            shards = self._shard_count(guard)
+            if storages is None or not shards:
                 return
-            sweeper = Sweeper(self._service, guard, storages, self.stats, self._options.safe_age_ms)
+            sweeper = Sweeper(self._service, guard, storages, self.stats, self._options.safe_age_ms, shards)
             sweeps = Thread(
                 target=self._guarded, args=(lambda: self._sweep(sweeper),), name="worker-sweep", daemon=True
             )
             sweeps.start()
             try:
-                self._delete(guard, storages)
+                self._delete(guard, storages, shards)
             finally:
                 self._over.set()
                 sweeps.join()
@@ -142,93 +140,39 @@ class Worker:
 
     # --- tasks -----------------------------------------------------------------------------------------
 
-    def _delete(self, guard: Guard, storages: Mapping[str, Backend]) -> None:
-        """Take deletion tasks and do them, until the worker ends."""
+    def _shard_count(self, guard: Guard) -> int:
+        """How many shards the service has, which never changes; 0 when the worker ends first."""
         backoff = self._backoff()
         while not self._over.is_set():
-            standing = guard.standing()
-            if standing is None:
-                self._pause(backoff, guard.trouble())
-                continue
-            asked_ms = now_ms()
-            answer = self._service.take_tasks(limit=self._options.tasks_max, wait_ms=self._options.poll_ms)
-            if answer.failure is not None:
-                self._pause(backoff, f"no tasks: {answer.failure} {answer.detail}".rstrip())
-            elif answer.tasks and answer.cluster != standing.cluster:
-                self.stats.refused += 1
-                self._pause(
-                    backoff, f"tasks of cluster {answer.cluster!r}, this worker is of {standing.cluster!r}"
-                )
-            elif self._do_all(answer.tasks, standing.cluster, storages):
-                self._pause(backoff, "some bytes could not be deleted")
+            seen = self._service.cluster()
+            if seen.failure == REJECTED + "not_found":
+                return 1  # a release that knows no shards
+            if seen.failure is not None:
+                self._pause(backoff, f"number of shards not known: {seen.failure} {seen.detail}".rstrip())
+            elif seen.cluster not in ("", guard.cluster):
+                self._pause(backoff, f"cluster {seen.cluster!r}, this worker belongs to {guard.cluster!r}")
             else:
-                backoff.reset()
-                if not answer.tasks and now_ms() - asked_ms < self._options.poll_ms // 2:
-                    self._pause(backoff, "no tasks, and no wait for some")
+                return len(seen.shards)
+        return 0
 
-    def _do_all(self, tasks: list[DeleteTask], cluster: str, storages: Mapping[str, Backend]) -> int:
-        """How many locations of `tasks` could not be deleted."""
-        left = 0
-        for task in tasks:
-            ok = self._do(task, cluster, storages.get(task.storage.name))
-            left += ok.count(False)
-            self._confirm(task, ok)
-        return left
-
-    def _do(self, task: DeleteTask, cluster: str, backend: Backend | None) -> list[bool]:
-        """Delete what `task` names as far as its time allows: per location whether all its parts are gone."""
-        ok = [False] * len(task.locations)
-        if backend is None:
-            log.error(
-                "task %s is for storage %s, which this worker does not serve", task.task, task.storage.name
-            )
-            return ok
-        failed: list[DeleteFailed] = []
-        # Unconfirmed at its deadline, a task goes to another worker: what is not done by then is left to it.
-        end_ms = task.deadline_ms - task.ttl_ms // 5
-        each = len(task.parts)
-        for at in range(0, len(ok), _CHUNK_LOCATIONS):
-            if self._over.is_set() or now_ms() >= end_ms:
-                break
-            rows = range(at, min(at + _CHUNK_LOCATIONS, len(ok)))
-            places = [
-                Place(cluster, task.locations[row], task.generations[row], part)
-                for row in rows
-                for part in task.parts
-            ]
-            results = backend.delete_many(places)
-            for number, row in enumerate(rows):
-                ok[row] = self._count(results[number * each : (number + 1) * each], failed)
-        if failed:
-            log.warning("%d files of task %s not deleted, such as %s", len(failed), task.task, failed[0])
-        return ok
-
-    def _count(self, results: list[bool | DeleteFailed], failed: list[DeleteFailed]) -> bool:
-        """Whether all parts of one location are gone."""
-        gone = True
-        for result in results:
-            if isinstance(result, DeleteFailed):
-                self.stats.failed += 1
-                failed.append(result)
-                gone = False
-            elif result:
-                self.stats.deleted += 1
-            else:
-                self.stats.absent += 1
-        return gone
-
-    def _confirm(self, task: DeleteTask, ok: list[bool]) -> None:
-        """Tell the service, a few times if need be. If it never hears, it hands the task out again."""
-        backoff = self._backoff()
-        for _ in range(_CONFIRM_TRIES):
-            answer = self._service.confirm_task(task, ok=ok)
-            if answer.failure is None:
-                self.stats.tasks += 1
-                return
-            if answer.failure.startswith(REJECTED) or self._over.is_set():
-                break
-            self._pause(backoff, f"task {task.task} not confirmed: {answer.failure} {answer.detail}".rstrip())
-        log.warning("task %s stays unconfirmed: %s %s", task.task, answer.failure, answer.detail)
+    def _delete(self, guard: Guard, storages: Mapping[str, Backend], shards: int) -> None:
+        """Take deletion tasks of all shards and do them, until the worker ends."""
+        lanes = [
+            Lane(self._service, guard, storages, self.stats, self._options, self._over, turns)
+            for turns in dealt(shards)
+        ]
+        others = [
+            Thread(target=self._guarded, args=(lane.run,), name="worker-tasks", daemon=True)
+            for lane in lanes[1:]
+        ]
+        for thread in others:
+            thread.start()
+        try:
+            lanes[0].run()
+        finally:
+            self._over.set()
+            for thread in others:
+                thread.join()
 
     # --- sweeps ----------------------------------------------------------------------------------------
 

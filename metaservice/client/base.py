@@ -5,8 +5,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from metaservice.wire.problems import PROBLEMS
-
 from . import admin, forks
 from .breaker import Backoff, Breaker, new_random
 from .calls import Call, Who
@@ -17,10 +15,10 @@ from .errors import (
     CLOSED,
     INTERNAL,
     INVALID_REQUEST,
-    NOT_LEADER,
     NOT_READY,
-    OVERLOADED,
+    PASSING,
     REJECTED,
+    UNHEALTHY,
     CallFailed,
     client_error,
 )
@@ -31,7 +29,7 @@ from .notices import Notices
 from .resolve import Resolver
 from .results import Registered, now_ms
 from .speech import spoken, understood
-from .trip import UNHEALTHY, Trip
+from .trip import Trip
 
 T = TypeVar("T")
 X = TypeVar("X")
@@ -40,14 +38,6 @@ _REREGISTER = REJECTED + "reregister"
 _LEASES_FULL = REJECTED + "too_many_leases"
 _WRITES_ONLY = frozenset({REJECTED + "journal_unavailable", REJECTED + "too_many_sessions"})
 """Refusals that say nothing about reads."""
-_LATER = frozenset(
-    {
-        *UNHEALTHY,
-        *(BREAKER_OPEN, OVERLOADED, NOT_LEADER),
-        *(REJECTED + code for code, problem in PROBLEMS.items() if problem.retry),
-    }
-)
-"""Failures of a write that may succeed later, without anybody changing anything."""
 _LEADERLESS_MS_MAX = 500
 """A shard that nobody leads is asked for again this soon: elections are short."""
 _RETRY_MS_MIN = 40
@@ -197,13 +187,13 @@ class Calling(Generic[X]):
 
     def patience(self, call: Call[Any], failed: CallFailed) -> Backoff | None:
         """The pauses between tries of a call that came to nothing; None when it is not tried again."""
-        if self.config.retry_ms and call.writes and call.repeatable and failed.failure in _LATER:
+        if self.config.retry_ms and call.writes and call.repeatable and failed.failure in PASSING:
             return Backoff(_RETRY_MS_MIN, _RETRY_MS_MAX, new_random())
         return None
 
     def retry_in_ms(self, failed: CallFailed, began_ms: int, patience: Backoff) -> int:
         """After which pause it is tried again; 0: not again."""
-        if failed.failure not in _LATER:
+        if failed.failure not in PASSING:
             return 0
         asked_ms = min(failed.retry_after_ms, _RETRY_MS_MAX)
         pause_ms = max(patience.next_ms(), patience.spread_ms(asked_ms))

@@ -4,6 +4,8 @@ A failure is one of the constants below or `rejected:<code>` with a problem code
 failure means the same to an engine: a miss, or a write that was not taken.
 """
 
+from metaservice.wire.problems import PROBLEMS
+
 TIMEOUT = "timeout"
 """The whole call (name look-up, connect, send, receive, retry) did not end within its deadline."""
 REFUSED_CONNECTION = "refused_connection"
@@ -30,6 +32,17 @@ REJECTED = "rejected:"
 
 NOT_LEADER = REJECTED + "not_leader"
 NOT_READY = REJECTED + "not_ready"
+
+UNHEALTHY = frozenset({TIMEOUT, REFUSED_CONNECTION, CONNECTION_LOST, PROTOCOL})
+"""Failures that say that a replica is not well."""
+PASSING = frozenset(
+    {
+        *UNHEALTHY,
+        *(BREAKER_OPEN, OVERLOADED, NOT_LEADER),
+        *(REJECTED + code for code, problem in PROBLEMS.items() if problem.retry),
+    }
+)
+"""Failures of a call that may succeed later, without anybody changing anything."""
 
 
 class CallFailed(Exception):

@@ -13,14 +13,13 @@ from .errors import (
     PROTOCOL,
     REFUSED_CONNECTION,
     TIMEOUT,
+    UNHEALTHY,
     CallFailed,
 )
 from .results import now_ms
 
 X = TypeVar("X")
 
-UNHEALTHY = frozenset({TIMEOUT, REFUSED_CONNECTION, CONNECTION_LOST, PROTOCOL})
-"""Failures that say that a replica is not well."""
 _NOT_DONE = frozenset({REFUSED_CONNECTION, OVERLOADED})
 _MAYBE_DONE = frozenset({TIMEOUT, CONNECTION_LOST, PROTOCOL, NOT_READY})
 """After these the replica may have done what was asked: only what may be repeated is asked again."""

@@ -12,7 +12,9 @@ from dataplane import Backend, Place
 from dataplane.backends.posix_layout import path_of
 from dataplane.options import WorkerOptions
 from dataplane.worker import Worker
+from metaservice.client.calls import shard_of, shard_of_location
 from metaservice.client.results import (
+    ClusterResult,
     ConfirmResult,
     DeleteTask,
     LeaveResult,
@@ -20,7 +22,7 @@ from metaservice.client.results import (
     UnknownResult,
     now_ms,
 )
-from metaservice.wire.schemas import StorageRef
+from metaservice.wire.schemas import ClusterShard, StorageRef
 
 DATA = b"x" * 100
 QUICK = WorkerOptions(
@@ -48,13 +50,17 @@ class Registration:
 
 
 class MemoryService:
-    """The four calls over plain Python state; `down` makes them fail, `on_unknown` runs while a question is
-    under way."""
+    """The calls of a worker over plain Python state; `down` makes them fail, `on_unknown` runs while a
+    question is under way. `leaderless` shards hand out no tasks and answer no questions."""
 
-    def __init__(self, *storage_table: StorageRef) -> None:
+    def __init__(self, *storage_table: StorageRef, shards: int = 1) -> None:
+        self.shards = shards
+        self.leaderless: set[int] = set()
+        self.asked: list[int | None] = []
         self.registration = Registration(list(storage_table))
         self.registered: list[str] = []
-        self.cluster = "c1"
+        self.cluster_name = "c1"
+        self.lock = threading.Lock()
         self.known: set[tuple[int, int]] = set()
         self.tasks: list[DeleteTask] = []
         self.confirmed: list[tuple[str, list[bool]]] = []
@@ -71,15 +77,30 @@ class MemoryService:
         self.registered.append("left")
         return LeaveResult()
 
-    def take_tasks(self, *, limit: int, wait_ms: int) -> TasksResult:
+    def cluster(self) -> ClusterResult:
+        rows = [
+            ClusterShard(
+                shard=number, role="leader", status="", reason="", ready=True, leader="r", leader_url="",
+                epoch=1, seq=1,
+            )
+            for number in range(self.shards)
+        ]  # fmt: skip
+        return ClusterResult(cluster=self.cluster_name, shards=rows)
+
+    def take_tasks(self, *, limit: int, wait_ms: int, shard: int | None) -> TasksResult:
         self.calls += 1
+        self.asked.append(shard)
         if self.down:
             return TasksResult(failure="refused_connection")
-        if not self.tasks:
+        if shard in self.leaderless:
+            return TasksResult(failure="rejected:not_ready")
+        with self.lock:
+            mine = [task for task in self.tasks if shard is None or shard_of(task.task) == shard]
+            self.tasks = [task for task in self.tasks if task not in mine]
+        if not mine:
             time.sleep(wait_ms / 1_000)
-            return TasksResult(cluster=self.cluster)
-        tasks, self.tasks = self.tasks, []
-        return TasksResult(tasks=tasks, cluster=self.cluster)
+            return TasksResult(cluster=self.cluster_name)
+        return TasksResult(tasks=mine, cluster=self.cluster_name)
 
     def confirm_task(self, task: DeleteTask, *, ok: Sequence[bool] | None = None) -> ConfirmResult:
         if self.down:
@@ -92,6 +113,10 @@ class MemoryService:
         self, storage: str, locations: Sequence[int], generations: Sequence[int]
     ) -> UnknownResult:
         self.questions.append(len(locations))
+        shards = set(map(shard_of_location, locations))
+        assert len(shards) == 1, "each leader knows its own shard only"
+        if shards & self.leaderless:
+            return UnknownResult(unknown=bytes(len(locations)), failure="rejected:not_ready")
         slots = zip(locations, generations, strict=True)
         unknown = bytes(slot not in self.known for slot in slots)
         self.on_unknown()

@@ -181,9 +181,10 @@ def test_a_confirmation_that_is_rejected_is_not_repeated(
 def test_tasks_of_another_cluster_are_not_done(service: MemoryService, backend: Backend) -> None:
     put(backend, 1, 1)
     put(backend, 1, 1, cluster="c2")
-    service.cluster = "c2"
-    service.tasks = [task("t1", (1, 1))]
     with running(service, backend, NO_SWEEPS) as worker:
+        until(lambda: service.calls > 0)
+        service.cluster_name = "c2"
+        service.tasks = [task("t1", (1, 1))]
         until(lambda: worker.stats.refused > 0)
     assert len(list(backend.scan())) == 2
     assert service.confirmed == []
@@ -202,14 +203,14 @@ def test_a_service_of_another_cluster_makes_it_do_nothing(
     with running(service, backend, options) as worker:
         until(lambda: worker.stats.sweeps > 0)
         service.registration.lose("c2")
-        service.cluster, service.known = "c2", set()
+        service.cluster_name, service.known = "c2", set()
         asked, taken = len(service.questions), service.calls
         time.sleep(0.3)
         assert len(service.questions) <= asked + 1
         assert service.calls <= taken + 1
         assert stored(backend) == {(1, 1, "tp0")}
         service.registration.lose("c1")
-        service.cluster = "c1"
+        service.cluster_name = "c1"
         until(lambda: stored(backend) == set())
 
 
