@@ -1,6 +1,7 @@
 """The only place of the service that reads a clock or draws randomness; everything else gets time and ids as
 arguments."""
 
+import random
 import secrets
 import time
 
@@ -48,7 +49,23 @@ def monotonic_s() -> float:
     return time.perf_counter()
 
 
+def new_life() -> str:
+    """A token for one process from its start to its end."""
+    return secrets.token_hex(8)
+
+
 def new_cluster_id() -> str:
     """A name for a new journal. It is part of every place, so that a service that lost its journal never
     hands out a place that an earlier life may have filled."""
     return secrets.token_hex(8)
+
+
+def lease_s() -> float:
+    """Seconds by which leases are judged. It goes on while the machine sleeps, as the elector's clock does: a
+    leader that wakes up must not believe that no time has passed."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def chance() -> float:
+    """A number from 0 up to 1, to spread retries."""
+    return random.random()  # noqa: S311 - no secret hangs on it

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
@@ -17,14 +18,24 @@ from metaservice.api.peers import Peers
 from metaservice.api.server import ApiServer, RemoteRefused, check_host
 from metaservice.api.settings import ApiSettings
 from metaservice.config import CLOCK_STEP_MS, Config, ConfigError, parse
-from metaservice.journal.errors import JournalError
+from metaservice.journal.errors import JournalError, JournalUnavailable
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
+from metaservice.journal.postgres import PostgresJournal
+from metaservice.journal.postgres_hints import PostgresHints
+from metaservice.journal.postgres_migrate import check_cluster, durability_warning, migrate
+from metaservice.journal.postgres_settings import PostgresSettings
 from metaservice.journal.sqlite import SqliteJournal
+from metaservice.leadership.errors import LeadershipError
+from metaservice.leadership.etcd import EtcdLeadership
+from metaservice.leadership.etcd_gateway import EtcdSettings
 from metaservice.leadership.port import Leadership
 from metaservice.leadership.single import SingleLeadership
+from metaservice.leadership.sql_lease import SqlLeadership, SqlLeaseSettings
+from metaservice.replica.cut import DSN_VARIABLE
+from metaservice.replica.election import Pace
 from metaservice.replica.errand import Courier
-from metaservice.replica.node import Pace, Replica
+from metaservice.replica.node import Replica
 from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
 from metaservice.telemetry.metrics import Metrics
@@ -32,19 +43,51 @@ from metaservice.telemetry.tracing import open_tracer
 
 log = logging.getLogger("metaservice")
 
+PREPARE_AGAIN_S = 1.0
 _BIND_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
-def sqlite_journals(config: Config) -> tuple[list[Journal], list[SnapshotKeeper]]:
-    """The embedded journal."""
-    config.data.mkdir(parents=True, exist_ok=True)
-    path = config.data / "journal.sqlite"
-    keeper = snapshot_keeper(config, ["sqlite", str(path), "0", "1"], {})
-    return [SqliteJournal(path, 0)], [keeper]
+class Stores(NamedTuple):
+    """The journals, one a shard, and what goes with them."""
+
+    journals: list[Journal]
+    keepers: list[SnapshotKeeper]
+    """What keeps the journals short, one a shard; none: they grow."""
+    settings: PostgresSettings | None
 
 
-def snapshot_keeper(config: Config, arguments: list[str], environment: dict[str, str]) -> SnapshotKeeper:
-    """What cuts snapshots of one shard, in a process of its own."""
+def make_stores(config: Config) -> Stores:
+    """The configured journals. Nothing is opened yet."""
+    if config.journal == "memory":
+        store = MemoryStore()
+        return Stores([MemoryJournal(store, number) for number in range(config.shards)], [], None)
+    if config.journal == "sqlite":
+        config.data.mkdir(parents=True, exist_ok=True)
+        path = config.data / "journal.sqlite"
+        keeper = _snapshot_keeper(config, ["sqlite", str(path), "0", "1"], {})
+        return Stores([SqliteJournal(path, 0)], [keeper], None)
+    settings = PostgresSettings(
+        config.postgres_dsn,
+        config.postgres_schema,
+        config.postgres_timeout_ms,
+        pooler=config.postgres_pooler,
+        notify=config.postgres_notify,
+    )
+    secret = {DSN_VARIABLE: config.postgres_dsn}
+    numbers = range(config.shards)
+    return Stores(
+        [PostgresJournal(settings, number, config.replica) for number in numbers],
+        [
+            _snapshot_keeper(
+                config, ["postgres", config.postgres_schema, str(number), str(config.shards)], secret
+            )
+            for number in numbers
+        ],
+        settings,
+    )
+
+
+def _snapshot_keeper(config: Config, arguments: list[str], environment: dict[str, str]) -> SnapshotKeeper:
     return SnapshotKeeper(
         ["-m", "metaservice.replica.cut", *arguments],
         environment=environment,
@@ -54,40 +97,86 @@ def snapshot_keeper(config: Config, arguments: list[str], environment: dict[str,
     )
 
 
-def make_journals(config: Config) -> tuple[list[Journal], list[SnapshotKeeper]]:
-    """The configured journals, one a shard, and what keeps them short."""
-    if config.journal == "memory":
-        store = MemoryStore()
-        return [MemoryJournal(store, number) for number in range(config.shards)], []
-    return sqlite_journals(config)
-
-
-def make_leadership(config: Config, url: str) -> Leadership:
+def make_leadership(config: Config, url: str, database: PostgresSettings | None) -> Leadership:
     """The configured elector."""
-    return SingleLeadership(config.replica, url, config.shards)
+    if config.leadership == "single" or database is None:
+        return SingleLeadership(config.replica, url, config.shards)
+    common: dict[str, Any] = {
+        "replica": config.replica,
+        "url": url,
+        "life": clock.new_life(),
+        "shards": config.shards,
+        "ttl_ms": config.lead_ttl_ms,
+        "timeout_ms": config.lead_timeout_ms,
+        "now_s": clock.lease_s,
+        "chance": clock.chance,
+    }
+    if config.leadership == "sql_lease":
+        return SqlLeadership(SqlLeaseSettings(database.host_dsns(), database.schema), **common)
+    settings = EtcdSettings(
+        config.etcd_endpoints,
+        config.etcd_prefix,
+        ca=str(config.etcd_ca or ""),
+        cert=str(config.etcd_cert or ""),
+        key=str(config.etcd_key or ""),
+        username=config.etcd_user,
+        password=config.etcd_password,
+    )
+    return EtcdLeadership(settings, **common)
 
 
-def make_replica(config: Config, url: str, metrics: Metrics, courier: Courier) -> Replica:
+class Cluster:
+    """The cluster's id: of a shared journal, the one that its database has; else made for a new journal."""
+
+    def __init__(self, settings: PostgresSettings | None, shards: int) -> None:
+        self._settings = settings
+        self._shards = shards
+        self._id = "" if settings is not None else clock.new_cluster_id()
+
+    def id(self) -> str:
+        """Empty while it is not known."""
+        return self._id
+
+    async def prepare(self) -> None:
+        """Bring the shared journal's schema to this release, and see that it is of a cluster like ours. Tries
+        as long as the database cannot be reached; raises JournalFailed for what will not mend itself."""
+        settings = self._settings
+        if settings is None:
+            return
+        said = ""
+        while not self._id:
+            try:
+                await asyncio.to_thread(migrate, settings)
+                cluster = await asyncio.to_thread(check_cluster, settings, self._shards)
+                warning = await asyncio.to_thread(durability_warning, settings)
+            except JournalUnavailable as error:
+                if str(error) != said:
+                    log.error("waiting for the journal: %s", error)
+                    said = str(error)
+                await asyncio.sleep(PREPARE_AGAIN_S)
+            else:
+                if warning:
+                    log.warning("%s", warning)
+                self._id = cluster
+
+
+def make_replica(
+    config: Config, stores: Stores, cluster: Cluster, url: str, metrics: Metrics, courier: Courier
+) -> Replica:
     """All shards of this process over the configured journals and elector."""
-    journals, keepers = make_journals(config)
-    replicas: list[Replica] = []
-
-    def cluster() -> str:
-        """Data shards take the name that the catalogue has."""
-        return replicas[0].cluster if replicas else ""
 
     def make_shards(hooks: Hooks) -> list[Shard]:
         shards: list[Shard] = []
-        for number, journal in enumerate(journals):
+        for number, journal in enumerate(stores.journals):
             shard_clock = clock.ShardClock(CLOCK_STEP_MS)
             shards.append(
                 Shard(
                     number,
                     journal,
                     config.limits,
-                    Clock(shard_clock.start, shard_clock.now_ms, clock.monotonic_s),
+                    Clock(shard_clock.start, shard_clock.now_ms, clock.lease_s),
                     metrics,
-                    cluster if number else clock.new_cluster_id,
+                    cluster.id,
                     shards=config.shards,
                     hooks=hooks,
                     poll_ms=config.poll_ms,
@@ -96,14 +185,14 @@ def make_replica(config: Config, url: str, metrics: Metrics, courier: Courier) -
             )
         return shards
 
-    replica = Replica(
+    return Replica(
         config.replica,
         url,
         make_shards,
-        make_leadership(config, url),
+        make_leadership(config, url, stores.settings),
         config.limits,
         metrics,
-        clock.monotonic_s,
+        clock.lease_s,
         pace=Pace(
             ttl_ms=config.lead_ttl_ms,
             renew_ms=config.lead_renew_ms,
@@ -114,53 +203,91 @@ def make_replica(config: Config, url: str, metrics: Metrics, courier: Courier) -
         alone=not config.replicated,
         spread=config.spread,
         courier=courier,
-        keepers=keepers,
+        keepers=stores.keepers,
     )
-    replicas.append(replica)
-    return replica
 
 
 async def run(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT, then hand over and drain. Raises JournalError, RemoteRefused or OSError
-    when it cannot start."""
+    """Serve until SIGTERM or SIGINT, then hand over and drain. Raises JournalError, LeadershipError,
+    RemoteRefused or OSError when it cannot start or go on."""
     check_host(config.host, config.allow_remote)
     metrics = Metrics(clock.monotonic_s)
     url = config.advertise or f"http://{config.host}:{config.port}"
-    settings = ApiSettings(drain_delay_ms=config.drain_ms, graceful_timeout_ms=config.grace_ms)
+    settings = ApiSettings(
+        drain_delay_ms=config.drain_ms,
+        graceful_timeout_ms=config.grace_ms,
+        staleness_ms_max=config.staleness_ms_max,
+        leader_wait_ms=config.handover_ms,
+    )
     peers = Peers(config.replica, settings)
-    replica = make_replica(config, url, metrics, peers.errand)
+    stores = make_stores(config)
+    cluster = Cluster(stores.settings, config.shards)
+    replica = make_replica(config, stores, cluster, url, metrics, peers.errand)
+    hints = (
+        PostgresHints(stores.settings, replica.hint) if stores.settings and config.postgres_notify else None
+    )
     tracer = open_tracer(bool(config.otlp_endpoint), endpoint=config.otlp_endpoint, ratio=config.trace_ratio)
-    app = build_app(replica.shard(0), metrics, tracer, settings)
+    app = build_app(replica, metrics, tracer, settings, peers)
     server = ApiServer(app, config.host, config.port, settings, allow_remote=config.allow_remote)
-    loop = asyncio.get_running_loop()
-    started = asyncio.create_task(replica.start(), name="start")
-    leaving: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        await cluster.prepare()
+        await replica.start()
+        if hints is not None:
+            hints.start()
+
+    async def life() -> None:
+        """Raises what ends this replica's part in the cluster."""
+        await start()
+        await replica.failed()
 
     async def leave() -> None:
         app.begin_drain()
         await replica.leave()
         server.request_stop()
 
+    leaving: list[asyncio.Task[None]] = []
+
     def stop() -> None:
         if not leaving:
             leaving.append(asyncio.create_task(leave(), name="leave"))
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    living: asyncio.Task[None] | None = None
     try:
         if not config.replicated:
-            await started
+            await start()
+        living = asyncio.create_task(replica.failed() if not config.replicated else life(), name="replica")
+        living.add_done_callback(lambda _: server.request_stop())
         await server.run_until_stopped(_announce(config, replica))
     finally:
-        started.cancel()
-        try:
-            async with asyncio.timeout(config.grace_ms / 1000):
-                await replica.stop()
-        except TimeoutError:
-            # What hangs was not acknowledged; the next start finds the journal as the disk has it.
-            log.error("the journal did not end its last write in %d ms; leaving it", config.grace_ms)
-        await peers.close()
+        await _wind_up(config, replica, hints, peers, living)
         tracer.close()
+    if living.done() and not living.cancelled():
+        living.result()
+
+
+async def _wind_up(
+    config: Config,
+    replica: Replica,
+    hints: PostgresHints | None,
+    peers: Peers,
+    living: "asyncio.Task[None] | None",
+) -> None:
+    if living is not None:
+        living.cancel()
+        await asyncio.wait([living])
+    if hints is not None:
+        await hints.close()
+    try:
+        async with asyncio.timeout(config.grace_ms / 1000):
+            await replica.stop()
+    except TimeoutError:
+        # What hangs was not acknowledged; the next start finds the journal as the disk has it.
+        log.error("the journal did not end its last write in %d ms; leaving it", config.grace_ms)
+    await peers.close()
 
 
 def _announce(config: Config, replica: Replica) -> Callable[[int], None]:
@@ -199,7 +326,7 @@ def serve(arguments: list[str]) -> int:
         )
         sys.stderr.write(f"ucm-meta serve: {where}: {error.strerror or error}\n")
         return 1
-    except (RemoteRefused, JournalError) as error:
+    except (RemoteRefused, JournalError, LeadershipError) as error:
         sys.stderr.write(f"ucm-meta serve: {error}\n")
         return 1
     return 0

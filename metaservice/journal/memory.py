@@ -86,6 +86,9 @@ class MemoryReader:
         """See JournalReader."""
         return read_batches(self._where, self._shard, self._look, self._inside, after_seq)
 
+    def report_follower(self, replica: str, applied_seq: int) -> None:
+        """See JournalReader: nobody else follows."""
+
     def size(self) -> JournalSize:
         """See JournalReader."""
         kept = self._open_shard()

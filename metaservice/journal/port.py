@@ -74,6 +74,12 @@ class JournalReader(Protocol):
         """
         ...
 
+    def report_follower(self, replica: str, applied_seq: int) -> None:
+        """A replica follows, and has applied so much: trimming waits for it, as long as it goes on reporting.
+        Nothing to do where no other process follows.
+        """
+        ...
+
     def size(self) -> JournalSize:
         """Cheap enough for a metric: it scans nothing."""
         ...

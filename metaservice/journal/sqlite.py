@@ -64,6 +64,9 @@ class SqliteReader:
         """See JournalReader."""
         return read_batches(self._where, self._shard, self._database.look, self._database.inside, after_seq)
 
+    def report_follower(self, replica: str, applied_seq: int) -> None:
+        """See JournalReader: nobody else follows."""
+
     def size(self) -> JournalSize:
         """See JournalReader."""
         return self._database.size()

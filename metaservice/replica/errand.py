@@ -10,8 +10,7 @@ import msgspec
 
 from metaservice.core import commands as cmd
 from metaservice.core.rejections import Rejection
-
-Errands = Settled = dict
+from metaservice.core.replies import Errands, Settled
 
 from .errors import ShardUnavailable
 from .shard import Shard

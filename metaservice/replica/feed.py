@@ -1,8 +1,8 @@
 """How the catalogue reaches the data shards that are led here.
 
 Every replica follows the catalogue shard. What concerns others is kept in a short log; the leader of a data
-shard journals copies of it into its own journal (`TakeCatalogue`), so that every shard's history stands alone.
-A shard that is further behind than the log reaches takes the difference to the whole catalogue instead
+shard journals copies of it into its own journal (`TakeCatalogue`), so that every shard's history stands
+alone. A shard that is further behind than the log reaches takes the difference to the whole catalogue instead
 (`SyncCatalogue`).
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from metaservice.core import commands as cmd
 from metaservice.core.events import Event
+from metaservice.core.spread import concerns
 
 from .shard import Shard
 
@@ -33,8 +34,6 @@ class CatalogueLog:
 
     def add(self, events: Sequence[Event], seq: int) -> bool:
         """Events that end at `seq`; whether any of them concerns data shards."""
-        from metaservice.core.spread import concerns
-
         first_seq = seq - len(events) + 1
         found = [(first_seq + row, event) for row, event in enumerate(events) if concerns(event)]
         if not found:
@@ -62,8 +61,8 @@ async def feed(log: CatalogueLog, catalogue: Shard, shard: Shard) -> bool:
         return False
     news = log.since(version) if version else None
     if news:
-        await shard.submit(cmd.TakeCatalogue(version=news[-1][0], events=tuple(event for _, event in news)))
-        return True
+        events = tuple(event for _, event in news)
+        await shard.submit(cmd.TakeCatalogue(since=version, version=news[-1][0], events=events))
     if news is None:
         machine = await catalogue.settled()
         view = machine.catalogue_view()

@@ -20,9 +20,9 @@ def replay(journal: JournalReader, shard: int, limits: Limits, shards: int = 1) 
     """
     info = journal.snapshots.latest()
     if info is None:
-        machine = Machine(shard, limits)
+        machine = Machine(shard, limits, shards)
     else:
-        machine = Machine.restore(journal.snapshots.load(info), shard, limits)
+        machine = Machine.restore(journal.snapshots.load(info), shard, limits, shards)
         if machine.digest() != info.digest:
             raise CorruptJournal(
                 info.location, info.seq, "the snapshot restores to another digest than it was cut with"

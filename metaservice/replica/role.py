@@ -68,9 +68,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds. `successor_s`: how long the others leave a shard to the one it was handed to; `rank_s`: to each
-    that comes before them; `stall_s`: after which an append counts as stalled; `settle_s`: how long a replica
-    that leads less has to be able before a shard moves to it."""
+    """Seconds. `successor_s`: how long the others leave a shard to the one it was handed to; `rank_s`: to
+    each that comes before them; `stall_s`: after which an append counts as stalled; `settle_s`: how long a
+    replica that leads less has to be able before a shard moves to it."""
 
     successor_s: float = 1.0
     rank_s: float = 0.3

@@ -20,9 +20,10 @@ from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
 from metaservice.journal.sqlite import SqliteJournal
 from metaservice.leadership.single import SingleLeadership
-from metaservice.replica import shard as replica_shard
+from metaservice.replica import life as replica_life
 from metaservice.replica.errors import ShardUnavailable
-from metaservice.replica.node import Pace, Replica
+from metaservice.replica.election import Pace
+from metaservice.replica.node import Replica
 from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
 
@@ -45,7 +46,7 @@ WAIT_S = 20.0
 def leave_the_heap_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard collects garbage when it builds its state: here that is the heap of the whole test run."""
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-    monkeypatch.setattr(replica_shard, "gc", idle)
+    monkeypatch.setattr(replica_life, "gc", idle)
 
 
 def chain(count: int, start: int = 0) -> list[bytes]:

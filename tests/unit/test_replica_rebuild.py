@@ -21,7 +21,7 @@ from metaservice.core.replies import Looked, Started
 from metaservice.journal.errors import CorruptJournal, JournalFailed
 from metaservice.journal.memory import MemoryJournal
 from metaservice.journal.snapshots import SnapshotInfo
-from metaservice.replica import shard as replica_shard
+from metaservice.replica import life as replica_life
 from metaservice.replica.errors import ShardUnavailable
 from metaservice.replica.replay import replay
 from metaservice.replica.shard import Shard
@@ -56,7 +56,7 @@ def _poisoned(state: Any, memory: Any, command: Poison, now_ms: int) -> Any:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(replica_shard, "REBUILD_PAUSE_MS", 20)
+    monkeypatch.setattr(replica_life, "REBUILD_PAUSE_MS", 20)
     monkeypatch.setitem(core_machine._DECIDE, Poison, _poisoned)
     leave_the_heap_alone(monkeypatch)
     return Bench("memory", tmp_path)
@@ -126,7 +126,7 @@ async def test_core_failure_answers_everybody_in_the_batch_and_behind_it(bench: 
 
 
 async def test_while_rebuilding_it_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_shard, "REBUILD_PAUSE_MS", 500)
+    monkeypatch.setattr(replica_life, "REBUILD_PAUSE_MS", 500)
     async with bench.leading() as shard:
         await furnish(shard)
         await refusal(shard, Poison())
@@ -184,7 +184,7 @@ async def test_failures_far_apart_do_not_lengthen_the_pause(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pause grows while rebuilding helps nothing, not over the life of the process."""
-    monkeypatch.setattr(replica_shard, "REBUILD_PAUSE_MS", 100)
+    monkeypatch.setattr(replica_life, "REBUILD_PAUSE_MS", 100)
     pauses: list[float] = []
     async with bench.leading() as shard:
         await furnish(shard)
@@ -198,7 +198,7 @@ async def test_failures_far_apart_do_not_lengthen_the_pause(
 
 async def test_a_state_thrown_away_is_not_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The block table is the largest thing in the process: a rebuild must not leave the old one behind."""
-    monkeypatch.setattr(replica_shard, "gc", gc)
+    monkeypatch.setattr(replica_life, "gc", gc)
     # What is logged keeps the frames of the fault, and they keep the state.
     monkeypatch.setattr(logging.getLogger("metaservice.replica.sequencer"), "disabled", True)
     async with bench.leading() as shard:
@@ -216,7 +216,7 @@ async def test_a_state_thrown_away_is_not_kept(bench: Bench, monkeypatch: pytest
 
 
 async def test_stop_while_rebuilding_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_shard, "REBUILD_PAUSE_MS", 100)
+    monkeypatch.setattr(replica_life, "REBUILD_PAUSE_MS", 100)
     shard = bench.shard()
     await shard.start()
     await furnish(shard)
@@ -241,7 +241,7 @@ async def test_a_rebuild_that_fails_is_tried_again(bench: Bench, monkeypatch: py
                 raise JournalFailed("journal", "reading", "Input/output error")
             return replay(journal, number, limits, shards)
 
-        monkeypatch.setattr(replica_shard, "replay", failing)
+        monkeypatch.setattr(replica_life, "replay", failing)
         await poison(shard)
         assert hits(shard, chain(2)) == 2
     assert len(bench.told.reasons) == 3
@@ -252,7 +252,7 @@ async def test_start_says_why_it_cannot(bench: Bench, monkeypatch: pytest.Monkey
     def failing(journal: Any, number: int, limits: Any, shards: int) -> Machine:
         raise CorruptJournal("journal", 7, "its checksum does not match")
 
-    monkeypatch.setattr(replica_shard, "replay", failing)
+    monkeypatch.setattr(replica_life, "replay", failing)
     shard = bench.shard()
     with pytest.raises(CorruptJournal, match="corrupt at seq 7"):
         await shard.start()

@@ -82,7 +82,7 @@ async def test_d6_a_journal_with_nothing_in_it_is_cut_and_restored(tmp_path: Pat
     bench = Bench("sqlite", tmp_path)
     journal = SqliteJournal(bench.path, 0)
     journal.open()
-    assert cut(bench.path, 0, LIMITS) == 0
+    assert main(["sqlite", str(bench.path), "0", "1"]) == 0
     journal.close()
     async with bench.leading() as shard:
         assert shard.durable_seq == 1
@@ -94,7 +94,7 @@ async def test_d6_tenants_without_blocks_are_cut_and_restored(
     bench = Bench("sqlite", tmp_path)
     async with bench.leading() as shard:
         await shard.submit(cmd.PutTenant(tenant="t", quota=Quota(blocks=5)))
-        assert main([str(bench.path), "0"]) == 0  # beside the writer, as the service does it
+        assert main(["sqlite", str(bench.path), "0", "1"]) == 0  # beside the writer, as the service does it
         digest = shard.machine.digest()
         seq = shard.durable_seq
     assert capsys.readouterr().out == f"{seq}\n"
@@ -117,8 +117,8 @@ async def test_a_snapshot_needs_no_setting_of_the_service(tmp_path: Path) -> Non
         await furnish(shard)
         await fill(shard, chain(40))
         await shard.submit(cmd.Remove(instance="i", keys=chain(5, 35)))
-        assert cut(bench.path, 0, Limits()) == shard.durable_seq
         reader = open_reader(bench.path, 0)
+        assert cut(reader, 0, 1) == shard.durable_seq
         info = reader.snapshots.latest()
         assert info is not None and info.digest == shard.machine.digest()
         reader.close()
