@@ -252,8 +252,8 @@ class Errander:
     def heard(self, settled: Settled) -> None:
         """The catalogue answered."""
         number, base, rows = self._sent
-        if settled.number != number:
-            return  # to errands before the last ones
+        if (settled.of_epoch, settled.number) != (self._state.epoch, number):
+            return  # to other errands than the last ones
         if base in (0, settled.epoch):
             self._told = {**(self._told if base else {}), **rows}
             self._base = settled.epoch

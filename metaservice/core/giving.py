@@ -44,9 +44,10 @@ def give_budget(state: State, memory: Memory, command: GiveBudget, now_ms: int) 
         if size_bytes or blocks:
             events.append(
                 SliceReturned(
-                    now_ms, number, usage.scope, usage.id, size_bytes, blocks, False, state.catalogue_version
+                    now_ms, number, usage.scope, usage.id, size_bytes or None, blocks or None, False,
+                    state.catalogue_version,
                 )
-            )
+            )  # fmt: skip
             number += 1 if number else 0
     return Done(), events
 

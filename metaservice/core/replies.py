@@ -270,9 +270,11 @@ class Give(Struct, frozen=True, array_like=True):
 
 
 class Settled(Struct, frozen=True):
-    """Reply to Settle. `number` is the errands', `epoch` the catalogue's. `version`: once the shard has taken
-    it, it has what was granted here. `starved`: scopes of which there is no more to be had now."""
+    """Reply to Settle. `of_epoch` and `number` are the errands', `epoch` the catalogue's. `version`: once the
+    shard has taken it, it has what was granted here. `starved`: scopes of which there is no more to be had
+    now."""
 
+    of_epoch: int
     number: int
     epoch: int
     version: int

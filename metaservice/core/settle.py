@@ -42,7 +42,7 @@ def settle(state: State, memory: Memory, command: Settle, now_ms: int) -> Decisi
     events += ledger.grants(state.grant_next)
     version = state.seq + len(events) if events else memory.spread_seq
     starved, give = ledger.answer(errands.shard)
-    return Settled(errands.number, state.epoch, version, starved, give), events
+    return Settled(errands.epoch, errands.number, state.epoch, version, starved, give), events
 
 
 def _take_returns(state: State, ledger: "_Ledger", errands: Errands, now_ms: int) -> Iterable[ReturnTaken]:
@@ -238,8 +238,8 @@ class _Ledger:
         if have is None or used is None or limit is None:
             return 0
         want = self._wants.get(key, {}).get(shard)
-        if want is not None and want.urgent and self._need(key, shard, at):
-            return 0
+        if want is not None and want.urgent:  # also what it was granted for it just now
+            used = max(used, (want.bytes, want.blocks)[at])
         free = self._free(key, at)
         reserve = limit // (SPARE_PARTS * self._state.shards) if urgent else -(-have // 4)
         if free is not None and free < 0:
