@@ -318,6 +318,7 @@ def serve(arguments: list[str]) -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every look at etcd tells nobody anything
     try:
         uvloop.run(run(config))
     except OSError as error:

@@ -188,12 +188,14 @@ class Judge:
             return Decision(Action.STAY, f"following {holder.replica}")
         if self._vacant_s is None:
             self._vacant_s = facts.now_s
-        if facts.stopping:
-            return Decision(Action.STAY, "nobody leads; this replica stops")
-        if not facts.warm:
-            return Decision(Action.STAY, "nobody leads; still catching up with the journal")
-        if not facts.journal_ok:
-            return Decision(Action.STAY, "nobody leads; our own journal does not answer")
+        unable = _unable(facts)
+        if holder is not None and holder.replica:
+            if unable:
+                # what nobody gives back keeps the others from it as long as we live
+                return Decision(Action.HAND_OVER, f"the lease is ours, but {unable}", self._successor(facts))
+            return Decision(Action.CAMPAIGN, "the lease is ours already")
+        if unable:
+            return Decision(Action.STAY, f"nobody leads; {unable}")
         waited_s = facts.now_s - self._vacant_s
         named = holder.successor if holder is not None else ""
         if named and named != self._replica and named in facts.view.members:
@@ -212,6 +214,15 @@ class Judge:
             if waited_s < rank * self._timing.rank_s:
                 return Decision(Action.STAY, f"nobody leads; {able[0]} comes first")
         return Decision(Action.CAMPAIGN, "nobody leads, and we can")
+
+
+def _unable(facts: Facts) -> str:
+    """Why this replica could not lead now, "" when it could."""
+    if facts.stopping:
+        return "this replica stops"
+    if not facts.warm:
+        return "still catching up with the journal"
+    return "" if facts.journal_ok else "our own journal does not answer"
 
 
 def leads(view: View, replica: str) -> int:
