@@ -65,7 +65,7 @@ def handover(urls: Sequence[str], shard: int, to: str, *, timeout_ms: int) -> in
     started_s = time.monotonic()
     try:
         with Client(_config(before.leader_url, SETTLE_S * 1_000)) as client:
-            told = client.post_json(f"/v1/cluster/shards/{shard}/handover", {"to": to})
+            told = client.post(f"/v1/cluster/shards/{shard}/handover", {"to": to})
     except (ClientError, ValueError) as error:
         return _fail(f"shard {shard} stays with {before.leader}: {error}", EXIT_NOT_DONE)
     successor = str(told["successor"])

@@ -102,6 +102,14 @@ def cluster_handover(
     raise typer.Exit(command.handover(_several(url), shard, to, timeout_ms=timeout_ms))
 
 
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def journal(context: typer.Context) -> None:
+    """Check a journal, or print what is in it. Its commands: ucm-meta journal --help"""
+    from metaservice.cli import journal as command  # noqa: PLC0415
+
+    command.app(args=context.args, prog_name="ucm-meta journal")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
