@@ -12,7 +12,7 @@ from .call import NOWHERE, request_id_of
 from .errors import FAULT, ApiError, error_of, problem_response
 from .forward import Forwarder, led_elsewhere
 from .hot import HotRoutes
-from .http import SPECIAL_HEADERS, Answer, Headers, HttpRequest, HttpResponse
+from .http import SPECIAL_HEADERS, Answer, Header, Headers, HttpRequest, HttpResponse
 from .media import JSON, MSGPACK
 from .names import unquoted
 from .peers import Peers
@@ -233,6 +233,7 @@ class App:
             (b"content-type", response.content_type),
             (b"content-length", str(len(response.body)).encode()),
             *response.headers,
+            *_split(response.lines),
         ]
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         await send(
@@ -266,6 +267,14 @@ def read_headers(request: HttpRequest) -> None:
 def too_large(settings: ApiSettings) -> str:
     """What a client is told whose body is over the limit."""
     return f"at most {settings.body_bytes_max} bytes; split the request"
+
+
+def _split(lines: bytes) -> list[Header]:
+    found: list[Header] = []
+    for line in lines.splitlines():
+        name, _, value = line.partition(b": ")
+        found.append((name, value))
+    return found
 
 
 def _collected(sent: list[Message]) -> HttpResponse:

@@ -14,17 +14,27 @@ _numbers = count(1)
 
 class Call:
     """One request on its way. `shard` is the number of the shard that answers it, once that is known;
-    `staleness_ms` is set by what is answered from a follower's state.
+    `lines` are header lines that its reply will have, as they are sent, where the handler made them
+    itself.
     """
 
-    __slots__ = ("_id", "as_msgpack", "attributes", "request", "segments", "shard", "span", "staleness_ms")
+    __slots__ = (
+        "_id",
+        "as_msgpack",
+        "attributes",
+        "lines",
+        "request",
+        "segments",
+        "shard",
+        "span",
+    )
 
     def __init__(self, request: HttpRequest, segments: list[str]) -> None:
         self.request = request
         self.segments = segments
         self.as_msgpack = False
         self.shard = NOWHERE
-        self.staleness_ms = NOWHERE
+        self.lines = b""
         self.span: Span | None = None
         self.attributes: dict[str, Any] = {}
         self._id = ""

@@ -151,7 +151,9 @@ def written(response: HttpResponse, default_head: bytes, *, close: bool, head_on
         )
         if len(_heads) < 256:
             _heads[key] = head
-    lines = b"".join([b"%b: %b\r\n" % header for header in response.headers]) if response.headers else b""
+    lines = response.lines
+    if response.headers:
+        lines += b"".join([b"%b: %b\r\n" % header for header in response.headers])
     if close:
         lines += b"connection: close\r\n"
     length = b"" if response.status == 204 else b"content-length: %d\r\n" % len(response.body)

@@ -21,7 +21,7 @@ from .forward import Forwarder
 from .leases import LeaseHandlers
 from .members import MemberHandlers
 from .port import InstanceInfo, ShardPort
-from .routing import Routing
+from .routing import STALENESS, Routing
 from .settings import ApiSettings
 from .tasks import TaskHandlers
 
@@ -92,10 +92,12 @@ class Handlers:
         instance = call.segments[3]
         shard, info = self._routing.instance(call, instance)
         command = convert.lookup(instance, info, body, self._limits)
+        staleness_ms: int | None = None
         if body.staleness_ms_max is None or shard.ready:
             looked: replies.Looked = taken(shard.read(command))
         else:
-            looked = taken(self._look(call, shard, command, body.staleness_ms_max))
+            staleness_ms = self._staleness(shard, body.staleness_ms_max)
+            looked = taken(self._look(shard, command))
         self._metrics.looked(looked.mode, looked.cut, looked.asked, looked.hits, looked.lease is not None)
         if call.span is not None:
             call.attributes.update(
@@ -110,26 +112,32 @@ class Handlers:
             )
         found = self._located(shard, instance, info, looked.group, looked.located, call.as_msgpack)
         cluster = self._replica.cluster
-        reply = render.looked(looked, found, call.as_msgpack, cluster, shard.epoch, shard.durable_seq)
-        if call.staleness_ms >= 0:
-            reply.applied_seq, reply.staleness_ms = reply.seq, call.staleness_ms
+        epoch, seq, call.lines = self._routing.position(call)
+        reply = render.looked(looked, found, call.as_msgpack, cluster, epoch, seq)
+        if staleness_ms is not None:
+            reply.applied_seq, reply.staleness_ms = seq, staleness_ms
+            call.lines += b"%b: %d\r\n" % (STALENESS, staleness_ms)
         state = None
         if looked.state is not None:
             state = self._located(shard, instance, info, looked.state_group, looked.state, call.as_msgpack)
             reply.state = render.located(state, cluster)
         return reply if call.as_msgpack else self._with_uris(reply, found, state)
 
-    def _look(self, call: Call, shard: ShardPort, command: commands.Lookup, staleness_ms_max: int) -> Any:
-        """A lookup in a follower's state, when that is young enough for the caller and for the service."""
-        staleness_ms = shard.staleness_ms  # before the lookup: it may only be less old than told
+    def _staleness(self, shard: ShardPort, staleness_ms_max: int) -> int:
+        """How old a follower's state is, when that is young enough for the caller and for the service.
+        Asked before the lookup: that may only be younger than is told.
+        """
+        staleness_ms = shard.staleness_ms
         if staleness_ms > min(staleness_ms_max, self._settings.staleness_ms_max):
             raise NotLeader(shard.number, f"shard {shard.number} is followed here, {staleness_ms} ms behind")
+        return staleness_ms
+
+    @staticmethod
+    def _look(shard: ShardPort, command: commands.Lookup) -> Any:
         try:
-            looked = shard.look(replace(command, engine="", incarnation=""))
+            return shard.look(replace(command, engine="", incarnation=""))
         except ShardUnavailable as failure:
             raise NotLeader(shard.number, failure.message) from None
-        call.staleness_ms = staleness_ms
-        return looked
 
     async def start_write(self, call: Call, body: wire.StartWriteRequest) -> Struct:
         instance = call.segments[3]

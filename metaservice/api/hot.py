@@ -172,7 +172,7 @@ class HotRoutes:
                 raise failure
             else:
                 refreshed = True
-            call.shard = call.staleness_ms = NOWHERE
+            call.shard, call.lines = NOWHERE, b""
             work = _awaited(route.handler, call, body)
         work.close()
         raise failure
@@ -181,10 +181,10 @@ class HotRoutes:
         return led_elsewhere(failure, call.shard, self._replica) != NOWHERE or behind(failure, call)
 
     def _told(self, call: Call, reply: Struct) -> HttpResponse:
-        headers = self._routing.stamp(call)
+        lines = call.lines or self._routing.position(call)[2]
         if call.as_msgpack:
-            return HttpResponse(200, MSGPACK, _to_msgpack(reply), headers)
-        return HttpResponse(200, JSON, _to_json(reply), headers)
+            return HttpResponse(200, MSGPACK, _to_msgpack(reply), lines=lines)
+        return HttpResponse(200, JSON, _to_json(reply), lines=lines)
 
     def _failed(self, call: Call, failure: Exception) -> HttpResponse:
         error = error_of(failure)

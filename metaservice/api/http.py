@@ -59,13 +59,16 @@ class HttpRequest:
 
 
 class HttpResponse(Struct, gc=False):
-    """A complete response; `headers` come besides content-type and content-length."""
+    """A complete response; `headers` come besides content-type and content-length, and so do `lines`,
+    which are headers as they are sent (each with its end of line).
+    """
 
     status: int
     content_type: bytes
     body: bytes
     headers: tuple[Header, ...] = ()
     close: bool = False
+    lines: bytes = b""
 
 
 Answer = HttpResponse | Coroutine[Any, Any, HttpResponse]

@@ -7,14 +7,18 @@ NotLeader.
 from metaservice.core.ids import parse_name, shard_of
 from metaservice.replica.errors import NotLeader, ShardUnavailable
 
-from .call import NOWHERE, Call
+from .call import Call
 from .errors import ApiError
-from .http import Header
 from .names import name
 from .port import CATALOGUE, InstanceInfo, ReplicaPort, ShardPort
 
 SEQ = b"x-ucm-seq"
 STALENESS = b"x-ucm-staleness-ms"
+
+
+Position = tuple[int, int, bytes]
+"""Epoch and seq of a shard, and the header line that says so."""
+NO_POSITION: Position = (0, 0, b"")
 
 
 class Routing:
@@ -25,7 +29,7 @@ class Routing:
         self.shards = [replica.shard(number) for number in range(replica.shards)]
         self.catalogue = self.shards[CATALOGUE]
         self._home = replica.home
-        self._stamps: list[tuple[int, int, tuple[Header, ...]]] = [(NOWHERE, NOWHERE, ())] * len(self.shards)
+        self._positions: list[Position] = [NO_POSITION] * len(self.shards)
 
     def instance(self, call: Call, instance: str) -> tuple[ShardPort, InstanceInfo]:
         """The home of an instance and what is known of it there. Raises `instance_unknown`, and NotLeader or
@@ -84,19 +88,18 @@ class Routing:
         call.shard = CATALOGUE
         return self.catalogue
 
-    def stamp(self, call: Call) -> tuple[Header, ...]:
-        """The headers that say which shard answered, and from which position of its journal."""
+    def position(self, call: Call) -> Position:
+        """From where in which shard's journal a call is answered now. The line is made once a position."""
         number = call.shard
         if number < 0:
-            return ()
+            return NO_POSITION
         shard = self.shards[number]
-        epoch, seq = shard.epoch, shard.durable_seq
-        known = self._stamps[number]
+        seq, epoch = shard.durable_seq, shard.epoch
+        known = self._positions[number]
         if known[1] != seq or known[0] != epoch:
-            known = self._stamps[number] = (epoch, seq, ((SEQ, b"%d/%d/%d" % (number, epoch, seq)),))
-        if call.staleness_ms < 0:
-            return known[2]
-        return (*known[2], (STALENESS, b"%d" % call.staleness_ms))
+            line = b"%b: %d/%d/%d\r\n" % (SEQ, number, epoch, seq)
+            known = self._positions[number] = (epoch, seq, line)
+        return known
 
 
 def local_state(shard: ShardPort, *, stale: bool, staleness_ms_max: int) -> dict[str, str] | None:
