@@ -86,8 +86,8 @@ class LocalCluster:
         self.replicas = [
             LocalReplica(f"r{number}", self.folder, self._shared()) for number in range(1, self._count + 1)
         ]
-        self._stack.callback(self._stop_replicas)
         for replica in self.replicas:
+            self._stack.callback(replica.crash)
             replica.launch()
 
     def await_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -116,7 +116,8 @@ class LocalCluster:
         return next(replica for replica in self.replicas if replica.name == name)
 
     def close(self) -> None:
-        """End everything, replicas first. A temporary folder goes too."""
+        """End everything at once, replicas first: nobody is left whom they could hand over to. A temporary
+        folder goes too."""
         self._stack.close()
 
     def _row(self, replica: LocalReplica, shard: int) -> dict[str, Any] | None:
@@ -142,12 +143,6 @@ class LocalCluster:
         here = f"{HOST}:{self.postgres.port}"
         both = dsn.replace(here, f"{here},{HOST}:{self.standby.port}")
         return both + "?target_session_attrs=read-write"
-
-    def _stop_replicas(self) -> None:
-        for replica in self.replicas:
-            replica.ask_to_end()
-        for replica in self.replicas:
-            replica.stop()
 
     def describe(self, path: Path, **more: Any) -> None:
         """Write where the replicas are and their process ids, as JSON, in one step: whoever reads it again
