@@ -318,7 +318,8 @@ def serve(arguments: list[str]) -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every look at etcd tells nobody anything
+    for chatty in ("httpx", "alembic"):  # a line for every look at etcd tells nobody anything
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         uvloop.run(run(config))
     except OSError as error:

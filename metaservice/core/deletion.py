@@ -143,6 +143,18 @@ class Deletions:
         self.timeouts += len(late)
         return len(late)
 
+    def take_back(self) -> None:
+        """Forget who has which task and what a lease held up: all that is deleting waits again."""
+        open_slots = [slot for task in self._open.values() for slot in task.slots]
+        index = self._index
+        waiting = [slot for slot in (*open_slots, *self._leased) if index.state[slot] == DELETING]
+        self._open.clear()
+        self._ended.clear()
+        self._leased.clear()
+        self._overdue.clear()
+        self.overdue_bytes.clear()
+        self.queue(waiting, 0)
+
     def _hand(
         self, state: State, worker: str, storage: int, table: int, slots: list[int], now_ms: int
     ) -> Task:

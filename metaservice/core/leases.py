@@ -163,6 +163,17 @@ class Leases:
         self.expired += ended
         return ended
 
+    def drop(self) -> None:
+        """Forget every lease, held or ended: whoever holds one is waited for by the next leader."""
+        for lease in self._held.values():
+            for segment in lease.segments:
+                _add(self._index.pins, segment.slots, segment.span, -1)
+        self._held.clear()
+        self._by_request.clear()
+        self._deadlines.clear()
+        self._ended.clear()
+        self.unpinned = []
+
     def _late(self, name: str) -> tuple[LeaseOutcome, int]:
         ended = self._ended.get(name)
         if ended is None:

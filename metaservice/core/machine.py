@@ -132,6 +132,12 @@ class Machine:
         """Everything up to this seq is in the journal: readers may see it."""
         self.memory.reveal(seq)
 
+    def stand_down(self) -> None:
+        """The epoch is over by plan, and the machine says exactly what the journal says: it goes on as a
+        follower's. What only a leader knows is forgotten; the next one waits for all that was promised."""
+        assert not self.memory.unrevealed and not self.memory.undeleted, "not all of it is durable"
+        self.memory.stand_down()
+
     def _take_over(self, command: cmd.TakeOver, now_ms: int) -> list[Event]:
         event = TookOver(now_ms, command.epoch, self.state.cluster or command.cluster)
         apply(self.state, self.memory, event)

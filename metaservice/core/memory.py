@@ -55,6 +55,15 @@ class Memory:
         self.errander = Errander(self.state, self.limits, self.deletions.overdue_bytes)
         self.reports = Reports(self.state, self.limits)
 
+    def stand_down(self) -> None:
+        """Leases, heartbeats, tasks and answers belong to the epoch that is over."""
+        self.leases.drop()
+        self.deletions.take_back()
+        self.beats.clear()
+        self.touched = {}
+        self.unjournaled.clear()
+        self.took_over()
+
     def forget(self, usage: Usage) -> None:
         """A tenant, group, instance or storage is gone."""
         self.pressed.discard(usage)

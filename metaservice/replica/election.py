@@ -77,6 +77,7 @@ class Election:
         self._view: View | None = None
         self._view_s = 0.0
         self._renewed_until_s = 0.0
+        self._renew_s = 0.0
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._hand_to: dict[int, str] = {}
         self._wake = asyncio.Event()
@@ -85,11 +86,10 @@ class Election:
 
     async def run(self) -> None:
         """Renew, look, decide; for ever."""
-        renew_s = self._now_s()
         while True:
             try:
-                if self._now_s() >= renew_s:
-                    renew_s = self._now_s() + self._pace.renew_ms / 1000
+                if self._now_s() >= self._renew_s:
+                    self._renew_s = self._now_s() + self._pace.renew_ms / 1000
                     await self._renew()
                 elif not self._alone:
                     self._see(await self._leadership.look())
@@ -158,6 +158,8 @@ class Election:
             if not turn.done():
                 return
             del self._turns[number]
+            if not turn.cancelled() and (fault := turn.exception()) is not None:
+                log.error("shard %d: changing the role failed", number, exc_info=fault)
         decision = self._judges[number].decide(
             Facts(
                 now_s=self._now_s(),
@@ -279,9 +281,11 @@ class Election:
 
     async def leave(self) -> None:
         """Hand over everything, and wait for it a bounded time: until others lead, where there are others."""
+        first = not self.leaving
         self.leaving = True
+        self._renew_s = 0.0  # tell everybody now that we are not to be handed anything
         self.wake()
-        if not self.loaded or self._alone:
+        if not first or not self.loaded or self._alone:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout((self._pace.drain_ms + 2 * self._pace.handover_ms) / 1000):
