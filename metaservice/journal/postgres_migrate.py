@@ -1,8 +1,7 @@
 """The database before anything is served from it: its tables, its one cluster, whether it keeps promises."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,11 +17,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 import metaservice
-from metaservice.journal.errors import JournalError, JournalFailed, JournalUnavailable
+from metaservice.journal.errors import JournalFailed
 from metaservice.journal.postgres_errors import DRIVER_ERRORS, failed_statement, refused_connection
 from metaservice.journal.postgres_schema import schema_of
 from metaservice.journal.postgres_settings import Connection as DriverConnection
-from metaservice.journal.postgres_settings import PostgresSettings, connect
+from metaservice.journal.postgres_settings import PostgresSettings, begin, connect
 
 MIGRATE_MS = 60_000
 """A migration may wait for another starter's, and for locks that long transactions hold."""
@@ -140,58 +139,50 @@ def _run(settings: PostgresSettings, doing: str, timeout_ms: int, what: Callable
     where = f"journal {settings.place}"
     try:
         with asyncio.Runner() as runner:
-            return runner.run(_transaction(settings, timeout_ms, what))
-    except JournalError:
-        raise
+            return runner.run(_connected(settings, timeout_ms, what))
     except DBAPIError as error:
         cause = error.orig.__cause__ if error.orig is not None else None
         raise failed_statement(cause or error, where, doing, timeout_ms) from error
+    except _Refused as error:
+        assert error.__cause__ is not None
+        raise refused_connection(error.__cause__, where, doing) from error
     except DRIVER_ERRORS as error:
-        raise refused_connection(error, where, doing) from error
+        raise failed_statement(error, where, doing, timeout_ms) from error
 
 
-async def _transaction(settings: PostgresSettings, timeout_ms: int, what: Callable[[Connection], R]) -> R:
-    where = f"journal {settings.place}"
-    async with _deadline(settings, timeout_ms) as driver:
-        engine = create_async_engine(
-            "postgresql+asyncpg://", async_creator=driver.connect, poolclass=NullPool
-        )
-        try:
-            async with engine.begin() as connection:
-                return await connection.run_sync(what)
-        except Exception:
-            if driver.expired:
-                reason = f"no answer within {timeout_ms} ms"
-                raise JournalUnavailable(where, "waiting for the database", reason) from None
-            raise
-        finally:
-            await engine.dispose()
+class _Refused(Exception):
+    """No connection could be made; its cause says why."""
 
 
-class _Driver:
-    """The one connection of a transaction, which is cut when its time is over."""
-
-    def __init__(self, settings: PostgresSettings) -> None:
-        self._settings = settings
-        self._connection: DriverConnection | None = None
-        self.expired = False
-
-    async def connect(self) -> DriverConnection:
-        self._connection = await connect(self._settings)
-        return self._connection
-
-    def expire(self) -> None:
-        self.expired = True
-        if self._connection is not None:
-            self._connection.terminate()
-
-
-@asynccontextmanager
-async def _deadline(settings: PostgresSettings, timeout_ms: int) -> AsyncIterator[_Driver]:
-    driver = _Driver(settings)
-    loop = asyncio.get_running_loop()
-    expiry = loop.call_later((settings.timeout_ms + timeout_ms) / 1000, driver.expire)
+async def _connected(settings: PostgresSettings, timeout_ms: int, what: Callable[[Connection], R]) -> R:
     try:
-        yield driver
+        driver = await connect(settings)
+    except (*DRIVER_ERRORS, ValueError) as error:
+        raise _Refused from error
+    expiry = asyncio.get_running_loop().call_later(timeout_ms / 1000, driver.terminate)
+    try:
+        return await _transaction(driver, timeout_ms, what)
     finally:
         expiry.cancel()
+        driver.terminate()
+
+
+async def _transaction(driver: DriverConnection, timeout_ms: int, what: Callable[[Connection], R]) -> R:
+    """The transaction is begun and committed here: SQLAlchemy asks for the types of the database as soon as
+    it has a connection, which a pooler might answer from two servers outside of one."""
+
+    async def connection_made() -> DriverConnection:
+        return driver
+
+    engine = create_async_engine(
+        "postgresql+asyncpg://",
+        async_creator=connection_made,
+        isolation_level="AUTOCOMMIT",
+        poolclass=NullPool,
+        connect_args={"prepared_statement_cache_size": 0, "prepared_statement_name_func": str},
+    )
+    await driver.execute(begin(timeout_ms))
+    async with engine.connect() as connection:
+        result = await connection.run_sync(what)
+        await driver.execute("COMMIT")
+    return result

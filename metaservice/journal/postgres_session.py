@@ -24,7 +24,7 @@ from metaservice.journal.postgres_errors import (
     refused_connection,
     sqlstate,
 )
-from metaservice.journal.postgres_settings import Connection, PostgresSettings, connect, transaction_prefix
+from metaservice.journal.postgres_settings import Connection, PostgresSettings, begin, connect
 from metaservice.journal.postgres_statements import Statement
 
 TRIES = 4
@@ -118,7 +118,7 @@ class PostgresSession:
         if not self._settings.pooler:
             rows: Rows = await connection.fetch(sql, *arguments)
             return rows
-        await connection.execute(transaction_prefix(self._settings))
+        await connection.execute(begin(self._settings.timeout_ms))
         rows = await connection.fetch(sql, *arguments)
         await connection.execute("COMMIT")
         return rows

@@ -65,7 +65,7 @@ class PostgresSettings:
         found = []
         for netloc, host, port in _split_hosts(parts):
             one = query | ({"host": host} if host else {}) | ({"port": port} if port else {})
-            found.append(SplitResult("postgresql", netloc, parts.path, urlencode(one), "").geturl())
+            found.append(f"postgresql://{netloc}{parts.path}?{urlencode(one)}")
         return tuple(found)
 
 
@@ -115,10 +115,10 @@ def _session_settings(settings: PostgresSettings) -> dict[str, str]:
     return {} if settings.pooler else {"lock_timeout": f"{settings.timeout_ms}ms"}
 
 
-def transaction_prefix(settings: PostgresSettings) -> str:
-    """What begins a transaction through a pooler: one simple query. A client that vanished must not leave its
-    transaction open with the shard's row locked."""
+def begin(lock_ms: int) -> str:
+    """What begins a transaction of several round trips, in one: no lock is waited for longer than `lock_ms`,
+    and a client that vanished does not leave its transaction open with rows locked."""
     return (
-        f"BEGIN; SET LOCAL lock_timeout = '{settings.timeout_ms}ms'; "
-        f"SET LOCAL idle_in_transaction_session_timeout = '{2 * settings.timeout_ms}ms'"
+        f"BEGIN; SET LOCAL lock_timeout = '{lock_ms}ms'; "
+        f"SET LOCAL idle_in_transaction_session_timeout = '{2 * lock_ms}ms'"
     )
