@@ -74,10 +74,10 @@ class Passing(Catalogue):
         group = self.state.groups[name if kind == SwitchScope.group else self.state.instances[name].group]
         return group.high_permille, group.low_permille
 
-    def above(self, scope: Scope, permille: int) -> bool:
+    def above(self, scope: Scope, permille: int, used: tuple[int, int] | None = None) -> bool:
         """Whether a scope uses more than that many thousandths of a limit."""
         quota = self.quota(scope)
-        used_bytes, used_blocks = self.live_use(scope)
+        used_bytes, used_blocks = used or self.live_use(scope)
         return (quota.bytes is not None and used_bytes > quota.bytes * permille // 1000) or (
             quota.blocks is not None and used_blocks > quota.blocks * permille // 1000
         )
@@ -87,13 +87,28 @@ class Passing(Catalogue):
         copies = [c for c in self.counted(scope) if c.live]
         return sum(c.size_bytes for c in copies), len(copies)
 
-    def shrink(self, now_ms: int) -> None:
-        """What is above its high watermark comes down to the low one, as far as candidates allow."""
+    def live_uses(self) -> dict[Scope, tuple[int, int]]:
+        """(bytes, blocks) being written or serving in every scope, in one pass; narrowest scopes first."""
         scopes: list[Scope] = [(SwitchScope.instance, name) for name in self.state.instances]
         scopes += [(SwitchScope.group, name) for name in self.state.groups]
         scopes += [(SwitchScope.tenant, name) for name in self.state.tenants]
         scopes += [(SwitchScope.storage, name) for name in self.state.storages]
-        pressed = [scope for scope in scopes if self.above(scope, self.watermarks(scope)[0])]
+        uses = {scope: [0, 0] for scope in scopes}
+        rows_of = {name: [uses[scope] for scope in self.path(name)] for name in self.state.instances}
+        for copy in self.state.copies.values():
+            if copy.live:
+                for row in (*rows_of[copy.instance], uses[SwitchScope.storage, copy.storage]):
+                    row[0] += copy.size_bytes
+                    row[1] += 1
+        return {scope: (row[0], row[1]) for scope, row in uses.items()}
+
+    def shrink(self, now_ms: int) -> None:
+        """What is above its high watermark comes down to the low one, as far as candidates allow."""
+        pressed = [
+            scope
+            for scope, used in self.live_uses().items()
+            if self.above(scope, self.watermarks(scope)[0], used)
+        ]
         before = (self.state.copies, self.memory.used_ms, self.memory.own_ms, self.victims)
         wrong: Violation | None = None
         for order in permutations(pressed):

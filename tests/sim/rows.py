@@ -90,7 +90,7 @@ class Copy(NamedTuple):
     @property
     def live(self) -> bool:
         """Whether the key still names this copy."""
-        return self.state in (LocationState.writing, LocationState.serving)
+        return self.state <= LocationState.serving  # what is gone is no copy
 
 
 class SessionRow(NamedTuple):

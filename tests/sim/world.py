@@ -24,11 +24,10 @@ from metaservice.core.commands import (
     Unknown,
 )
 from metaservice.core.events import BlocksRemoved, InstanceGone, StoragePut
-from metaservice.core.model import LocationState, SwitchScope
+from metaservice.core.model import LocationState
 from metaservice.core.rejections import Rejection
 from metaservice.core.replies import Looked
 
-from .facts import Scope
 from .house import House
 from .model import Model, Observed
 from .probe import compare
@@ -113,7 +112,7 @@ class World(House):
 
     def send(self, command: Command) -> Any:
         """Decide, compare with the model, follow it."""
-        before = self.use() if isinstance(command, USERS) else {}
+        before = self.model.live_uses() if isinstance(command, USERS) else {}
         reply = super().send(command)
         if self.trace is not None:
             self.tell(f"{command} -> {reply}")
@@ -121,7 +120,7 @@ class World(House):
         self.model.step(command, self.now_ms, reply, self.observed(new))
         if new:
             self.boundaries.append(len(self.events))
-        for scope, (used_bytes, used_blocks) in self.use().items() if before else ():
+        for scope, (used_bytes, used_blocks) in self.model.live_uses().items() if before else ():
             quota = self.model.quota(scope)
             was_bytes, was_blocks = before.get(scope, (0, 0))
             if quota.bytes is not None and used_bytes > max(quota.bytes, was_bytes):
@@ -172,15 +171,6 @@ class World(House):
             elif isinstance(event, StoragePut):
                 self.model.numbers[event.number] = event.storage
         return Observed(self.machine.seq, len(events), tuple(victims), tuple(retired), tuple(gone))
-
-    def use(self) -> dict[Scope, tuple[int, int]]:
-        """(bytes, blocks) in use of every scope."""
-        state = self.model.state
-        scopes: list[Scope] = [(SwitchScope.tenant, name) for name in state.tenants]
-        scopes += [(SwitchScope.group, name) for name in state.groups]
-        scopes += [(SwitchScope.instance, name) for name in state.instances]
-        scopes += [(SwitchScope.storage, name) for name in state.storages]
-        return {scope: self.model.live_use(scope) for scope in scopes}
 
     # ------------------------------------------------------------ journal
 
