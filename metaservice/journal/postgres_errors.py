@@ -22,6 +22,8 @@ QUEUE_FULL = "54000"
 _MISSING = ("42P01", "3F000", "42703")
 _CHECK_DSN = "check the DSN, the password, the database's name and pg_hba.conf, then start again"
 _CHECK_SERVER = "see the database's log, mend it and start again"
+_SAY_POOLER = "behind a transaction-pooling PgBouncer, say so in the settings"
+_STARTUP = "08P01"
 _PREPARED = ("26000", "42P05")
 _FULL = ("53100",)
 _RETRIED = ("40001", "40P01")
@@ -73,6 +75,8 @@ def refused_connection(error: BaseException, where: str, doing: str) -> JournalE
     """No connection could be made, so nothing was sent."""
     if sqlstate(error).startswith(_REFUSED) or isinstance(error, asyncpg.ClientConfigurationError):
         return JournalFailed(where, "connecting", text_of(error), _CHECK_DSN)
+    if sqlstate(error) == _STARTUP:
+        return JournalFailed(where, "connecting", text_of(error), _SAY_POOLER)
     if isinstance(error, TimeoutError):
         return JournalUnavailable(where, doing, "no server answered within the deadline")
     return JournalUnavailable(where, doing, text_of(error))
@@ -94,9 +98,7 @@ def failed_statement(error: BaseException, where: str, doing: str, waited_ms: in
             where, doing, text_of(error), "its tables are missing or older: start a replica, it makes them"
         )
     if state in _PREPARED:
-        return JournalFailed(
-            where, doing, text_of(error), "behind a transaction-pooling PgBouncer, say so in the settings"
-        )
+        return JournalFailed(where, doing, text_of(error), _SAY_POOLER)
     if state.startswith(_TRANSIENT):
         return JournalUnavailable(where, doing, text_of(error))
     return JournalFailed(where, doing, text_of(error), _CHECK_SERVER)

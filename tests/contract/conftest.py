@@ -10,6 +10,7 @@ from metaservice.journal.port import Journal
 from metaservice.journal.postgres_migrate import migrate
 from metaservice.journal.postgres_settings import PostgresSettings
 from tests.contract.journal_benches import JournalBench, MemoryBench, SqliteBench
+from tests.contract.pgbouncer import pgbouncer
 from tests.contract.postgres_bench import SCHEMA, PostgresBench, Sql
 from tests.contract.postgres_proxy import PostgresProxy
 
@@ -36,11 +37,29 @@ def postgres_bench(journal_database: tuple[str, Sql]) -> Iterator[PostgresBench]
         bench.close()
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
+@pytest.fixture(scope="session")
+def pooler_dsn(journal_database: tuple[str, Sql]) -> Iterator[str]:
+    """The same database through a transaction-pooling PgBouncer."""
+    with pgbouncer(journal_database[0]) as dsn:
+        yield dsn
+
+
+@pytest.fixture
+def pooler_bench(journal_database: tuple[str, Sql], pooler_dsn: str) -> Iterator[PostgresBench]:
+    """PostgreSQL, empty, behind a proxy and a PgBouncer."""
+    _, sql = journal_database
+    sql.empty()
+    with PostgresProxy(pooler_dsn) as proxy:
+        bench = PostgresBench(sql, proxy, pooler=True)
+        yield bench
+        bench.close()
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres", pytest.param("pooler", marks=pytest.mark.slow)])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> JournalBench:
-    """Every store that keeps the journal contract."""
-    if request.param == "postgres":
-        found: JournalBench = request.getfixturevalue("postgres_bench")
+    """Every store that keeps the journal contract (case I2: PostgreSQL also through a pooler)."""
+    if request.param in ("postgres", "pooler"):
+        found: JournalBench = request.getfixturevalue(f"{request.param}_bench")
         return found
     return MemoryBench() if request.param == "memory" else SqliteBench(tmp_path)
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from socket import SHUT_RDWR, create_connection, create_server, socket
+from socket import IPPROTO_TCP, SHUT_RDWR, TCP_NODELAY, create_connection, create_server, socket
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -87,6 +87,8 @@ class PostgresProxy:
             except OSError:
                 client.close()
                 continue
+            for one in (client, server):
+                one.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
             pair = _Pair(client, server)
             with self._lock:
                 self._pairs.append(pair)
