@@ -1,5 +1,5 @@
 """A leader is killed, frozen, or asked to hand over: others serve within the lease and a few seconds, and
-nothing that was acknowledged is lost. One PostgreSQL, one etcd, three replicas, two shards."""
+nothing that was acknowledged is lost. One PostgreSQL, three replicas, two shards, and etcd or no etcd."""
 
 import asyncio
 import json
@@ -28,9 +28,9 @@ BACK_WITHIN_S = TTL_S + 3.0
 INSTANCES = [instance_of(0), instance_of(1)]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(etcd_members=1, shards=2, settings=FAST) as cluster:
+@pytest.fixture(scope="module", params=["etcd", pytest.param("sql_lease", marks=pytest.mark.slow)])
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with LocalCluster(leadership=request.param, etcd_members=1, shards=2, settings=FAST) as cluster:
         asyncio.run(set_up(cluster))
         yield cluster
 

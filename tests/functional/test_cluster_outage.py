@@ -202,7 +202,8 @@ async def test_d7_rolling_restart_under_load_fails_no_request_that_retries(
             at = load.commits
             await eventually(lambda at=at: load.commits >= at + 50, 30)  # type: ignore[misc]
     assert load.failures == []
-    assert load.missing == [], "every lookup that was answered hit everything: no drop of the hit rate"
+    assert load.missing == []
     assert load.lookups > 100
+    assert load.unanswered < load.lookups / 100, "the hit rate falls by less than a point"
     assert max(load.gaps_s.values()) <= BACK_WITHIN_S
     assert await lost(cluster, load) == []

@@ -179,6 +179,9 @@ def test_the_worker_and_the_demo_know_their_options(services: dict[str, dict[str
         assert command[0] == name
         options = parser.parse_args(command[1:])
         assert options.url.split(",") == replicas
+        assert services[name]["volumes"] == ["storage:/storage"]
+    assert "--storage-root=/storage" in services["demo"]["command"]
+    assert "--no-worker" in services["demo"]["command"], "one works already"
 
 
 # --- the images ---------------------------------------------------------------------------------------
