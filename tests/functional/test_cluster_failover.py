@@ -90,6 +90,7 @@ async def test_a_planned_handover_takes_a_second_at_most_and_nobody_sees_an_erro
     assert await lost(cluster, load) == []
 
 
+@pytest.mark.slow
 async def test_a_frozen_leader_is_replaced_and_acknowledges_nothing_when_it_wakes(
     cluster: LocalCluster, seed: int
 ) -> None:

@@ -54,7 +54,7 @@ def test_every_member_answers(trio: LocalEtcd) -> None:
     assert all(put(endpoint) for endpoint in trio.endpoints)
 
 
-@pytest.mark.parametrize("how", ["crash", "freeze"])
+@pytest.mark.parametrize("how", ["crash", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_two_of_three_go_on_without_their_leader(trio: LocalEtcd, how: str) -> None:
     gone = leader(trio)
     getattr(gone, how)()
@@ -80,6 +80,7 @@ def test_a_member_that_ended_is_told_with_its_log(trio: LocalEtcd) -> None:
         member.healthy()
 
 
+@pytest.mark.slow
 def test_data_in_a_folder_that_is_given_stay(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("etcd")
     for _ in range(2):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -85,8 +85,12 @@ def run(folder: Path, demo_arguments: Sequence[str]) -> int:
     def note(text: str) -> None:
         print(text, flush=True)
 
-    note("PostgreSQL, three etcd and three replicas start on the loopback address")
-    with LocalCluster(folder, settings=SETTINGS) as cluster:
+    with closing(LocalCluster(folder, settings=SETTINGS)) as cluster:
+        note("PostgreSQL and three etcd start on the loopback address")
+        cluster.start_stores()
+        note("three replicas of the service start")
+        cluster.launch_replicas()
+        cluster.await_ready()
         took_s = time.monotonic() - started_s
         for shard in range(cluster.shards):
             leader = cluster.leader(shard)
