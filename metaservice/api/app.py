@@ -159,7 +159,7 @@ class App:
             response = await self._forwarder.elsewhere(request, shard)
             if response is not None:
                 return response, ""
-        raise failure
+        raise self._forwarder.given_up(request, failure)
 
     async def _through_admin(self, request: HttpRequest, segments: list[str]) -> tuple[HttpResponse, str]:
         """Run the FastAPI application on a complete request; gives its response and the template of its

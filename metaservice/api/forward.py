@@ -4,11 +4,13 @@ address.
 A client that sends `x-ucm-direct` goes to leaders by itself: it is told where (421), or that nobody is
 known to lead (503). For everybody else the request is passed on, marked with `x-ucm-hop`, and a marked
 request never travels further: two replicas that each take the other for the leader end in a 503, not in a
-loop. A request is sent once. Whether one whose answer did not come was carried out is not known here, so
-it is never repeated here; the caller may, with its request id.
+loop. A request is carried out once at most: it is sent again only to a new leader and only when the one
+before certainly did nothing with it. Whether one whose answer did not come was carried out is not known
+here, so it is never repeated here; the caller may, with its request id.
 """
 
 import asyncio
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,8 +34,24 @@ _PASSED_ON = frozenset(
 _PASSED_BACK = frozenset(
     {b"cache-control", b"retry-after", b"allow", b"location", b"x-ucm-seq", b"x-ucm-staleness-ms"}
 )
+AGAIN_S = 0.03
+"""How long to wait for the next leader to be known, when the last one is no longer."""
 MISDIRECTED = PROBLEMS["not_leader"].status
 _problem = msgspec.msgpack.Decoder(ProblemBody)
+
+
+class Sending(NamedTuple):
+    """A request as it is passed on. `wait_ms`: how long it may be waited with on purpose."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+    wait_ms: int = 0
+
+
+class _NothingDone(Exception):
+    """A request was certainly not carried out where it was sent."""
 
 
 class Forwarder:
@@ -52,24 +70,20 @@ class Forwarder:
         """The leader's answer to a request about `shard`; None when this replica leads it by now.
         `wait_ms`: how long the leader may wait on purpose. Raises ApiError.
         """
-        url = await self._leader(shard, wait=not (request.direct or request.hop))
-        if url == self._replica.url:
-            return None
         if request.direct or request.hop:
-            self._metrics.forwarded.add(("told",))
-            raise ApiError(
-                "not_leader",
-                f"shard {shard} is led by {url}",
-                facts={"shard": shard, "leader": url},
-                headers=((LEADER, _shown(shard, url)),),
-            )
+            url = self._replica.leader_url(shard)
+            if url == self._replica.url:
+                return None
+            raise self._told(request, shard, url)
         target = request.path
         if request.query:
             target += f"?{request.query.decode('latin-1')}"
         headers = [header for header in request.headers if header[0] in _PASSED_ON]
-        reply = await self._passed_on(
-            request, shard, url, request.method, target, headers, request.body, wait_ms
-        )
+        sending = Sending(request.method, target, headers, request.body, wait_ms)
+        answer = await self._asked(request, shard, sending)
+        if answer is None:
+            return None
+        url, reply = answer
         content_type = b""
         back: list[Header] = []
         for name, value in reply.headers:
@@ -84,11 +98,17 @@ class Forwarder:
         """The leader's answer to one `POST` (msgpack both ways) that is part of `request`, also for a
         client that goes to leaders by itself: no single replica could answer the whole. Raises ApiError.
         """
-        url = await self._leader(shard, wait=not request.hop)
-        if request.hop or url == self._replica.url:
-            raise ApiError("not_ready", f"the leadership of shard {shard} is moving")
+        if request.hop:
+            raise ApiError(
+                "not_ready", f"shard {shard} is led elsewhere, and this is a part of a call already"
+            )
         headers: Headers = [(b"content-type", MSGPACK), (b"accept", MSGPACK)]
-        reply = await self._passed_on(request, shard, url, "POST", target, headers, body)
+        answer = await self._asked(request, shard, Sending("POST", target, headers, body))
+        if answer is None:
+            raise ApiError(
+                "not_ready", f"the leadership of shard {shard} came here in the middle of this call"
+            )
+        reply = answer[1]
         if reply.status == 200:
             return reply.body
         try:
@@ -98,56 +118,84 @@ class Forwarder:
             raise nonsense(shard) from None
         raise ApiError(known.code, problem.detail, problem.field, retry_after_ms=problem.retry_after_ms)
 
-    async def _leader(self, shard: int, *, wait: bool) -> str:
-        url = self._replica.leader_url(shard)
-        if not url and wait:
-            url = await self._replica.await_leader(shard, self._settings.leader_wait_ms)
-        if not url:
-            self._metrics.forwarded.add(("no_leader",))
-            raise ApiError("not_ready", f"nobody is known to lead shard {shard} now")
-        return url
-
-    async def _passed_on(
-        self,
-        request: HttpRequest,
-        shard: int,
-        url: str,
-        method: str,
-        target: str,
-        headers: Headers,
-        body: bytes,
-        wait_ms: int = 0,
-    ) -> PeerReply:
-        """Sent once to the replica at `url`. Raises ApiError when it gives no answer, or does not lead
-        the shard either.
+    def given_up(self, request: HttpRequest, failure: Exception) -> Exception:
+        """What to raise for a call that could be answered neither here nor elsewhere: a replica hears
+        that nothing was done here.
         """
+        if isinstance(failure, NotLeader) and request.hop:
+            return self._told(request, failure.shard, "")
+        return failure
+
+    def _told(self, request: HttpRequest, shard: int, url: str) -> ApiError:
+        """What somebody is told who does not want the request to be passed on. A replica always hears that
+        nothing was done here, so that it may ask another; a client is told to come again where nobody leads.
+        """
+        if not url and not request.hop:
+            self._metrics.forwarded.add(("no_leader",))
+            return ApiError("not_ready", f"nobody is known to lead shard {shard} now")
+        self._metrics.forwarded.add(("told",))
+        return ApiError(
+            "not_leader",
+            f"shard {shard} is led by {url or 'nobody that is known here'}",
+            facts={"shard": shard, "leader": url},
+            headers=((LEADER, _shown(shard, url)),),
+        )
+
+    async def _asked(
+        self, request: HttpRequest, shard: int, sending: Sending
+    ) -> tuple[str, PeerReply] | None:
+        """A leader's URL and its answer; None when this replica leads the shard by now. Raises ApiError.
+
+        Who cannot be reached, or says that it does not lead, has certainly done nothing: then another is
+        waited for, `leader_wait_ms` in all.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._settings.leader_wait_ms / 1000
+        while True:
+            left_ms = max(0, int((deadline_s - loop.time()) * 1000))
+            url = self._replica.leader_url(shard) or await self._replica.await_leader(shard, left_ms)
+            if not url:
+                self._metrics.forwarded.add(("no_leader",))
+                raise ApiError("not_ready", f"nobody is known to lead shard {shard} now")
+            if url == self._replica.url:
+                return None
+            try:
+                return url, await self._sent(request, shard, url, sending)
+            except _NothingDone as failure:
+                if loop.time() >= deadline_s:
+                    raise ApiError("not_ready", str(failure)) from None
+            await asyncio.sleep(AGAIN_S)
+
+    async def _sent(self, request: HttpRequest, shard: int, url: str, sending: Sending) -> PeerReply:
+        """The answer of the replica at `url`, sent to once. Raises ApiError, or _NothingDone."""
         if self._in_flight >= self._settings.forwards_max:
             self._metrics.forwarded.add(("refused",))
             raise ApiError("overloaded", f"{self._settings.forwards_max} requests are passed on already")
-        timeout_ms = self._settings.forward_timeout_ms + wait_ms
-        sending = self._peers.send(url, method, target, headers, body, timeout_ms)
+        timeout_ms = self._settings.forward_timeout_ms + sending.wait_ms
+        asking = self._peers.send(
+            url, sending.method, sending.target, sending.headers, sending.body, timeout_ms
+        )
         self._in_flight += 1
         try:
-            if wait_ms:
-                request.wait_ms = wait_ms
-                reply = await self._until_stopped(request, asyncio.ensure_future(sending))
+            if sending.wait_ms:
+                request.wait_ms = sending.wait_ms
+                reply = await self._until_stopped(request, asyncio.ensure_future(asking))
             else:
-                reply = await sending
+                reply = await asking
         except PeerFailed as failure:
-            self._metrics.forwarded.add(("unanswered" if failure.sent else "unreachable",))
-            known = (
-                "whether it was carried out is not known, and it was not sent again"
-                if failure.sent
-                else "nothing was carried out"
-            )
+            if not failure.sent:
+                self._metrics.forwarded.add(("unreachable",))
+                raise _NothingDone(
+                    f"the leader of shard {shard}: {failure}; nothing was carried out"
+                ) from None
+            self._metrics.forwarded.add(("unanswered",))
+            known = "whether it was carried out is not known, and it was not sent again"
             raise ApiError("not_ready", f"the leader of shard {shard}: {failure}; {known}") from None
         finally:
             self._in_flight -= 1
         if reply.status == MISDIRECTED:
             self._metrics.forwarded.add(("moved",))
-            raise ApiError(
-                "not_ready", f"the leadership of shard {shard} is moving: {url} does not hold it (any more)"
-            )
+            raise _NothingDone(f"the leadership of shard {shard} is moving: {url} does not hold it")
         self._metrics.forwarded.add(("answered",))
         return reply
 

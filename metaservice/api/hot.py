@@ -168,14 +168,16 @@ class HotRoutes:
                 response = await self._forwarder.elsewhere(call.request, shard, wait_ms)
                 if response is not None:
                     return response
-            elif refreshed or not behind(failure, call) or not await self._replica.refresh():
+            elif refreshed or not behind(failure, call):
                 raise failure
             else:
+                # Whatever this one learned: the copy may have caught up by itself since the refusal.
+                await self._replica.refresh()
                 refreshed = True
             call.shard, call.lines = NOWHERE, b""
             work = _awaited(route.handler, call, body)
         work.close()
-        raise failure
+        raise self._forwarder.given_up(call.request, failure)
 
     def _may_be_cured(self, call: Call, failure: Exception) -> bool:
         return led_elsewhere(failure, call.shard, self._replica) != NOWHERE or behind(failure, call)

@@ -270,9 +270,9 @@ def lone_replica(limits: Limits, metrics: Metrics, peers: Peers, shards: int) ->
 
 
 @asynccontextmanager
-async def listening(app: App, settings: ApiSettings) -> AsyncIterator[ApiServer]:
-    """The application behind a socket on a free port."""
-    server = ApiServer(app, "127.0.0.1", 0, settings)
+async def listening(app: App, settings: ApiSettings, port: int = 0) -> AsyncIterator[ApiServer]:
+    """The application behind a socket; port 0: on a free one."""
+    server = ApiServer(app, "127.0.0.1", port, settings)
     started = asyncio.Event()
     running = asyncio.create_task(server.run_until_stopped(lambda port: started.set()))
     try:

@@ -101,9 +101,9 @@ async def test_what_is_passed_on_and_back_is_the_same_in_both_encodings() -> Non
 async def test_problems_of_the_leader_come_back_as_they_are() -> None:
     async with open_fleet("r1", "r2") as fleet:
         fleet.cluster.leaders[1] = "r2"
-        fleet["r2"].replica.shard(1).rejects = [Rejection("reregister", "who?", "engine")]
+        fleet["r2"].replica.shard(1).rejects = [Rejection("instance_retiring", "it goes", "instance")]
         reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START, x_request_id="mine")
-        assert problem(reply) == (409, "reregister")
+        assert problem(reply) == (409, "instance_retiring")
         assert msgspec.json.decode(reply.content)["request_id"] == "mine"
         reply = await fleet.send("r1", "GET", "/v1/instances/m1/blocks/xyz")
         assert problem(reply) == (422, "key_length"), "queries and paths travel as they are"
@@ -133,8 +133,9 @@ async def test_two_replicas_that_take_each_other_for_the_leader_do_not_loop() ->
         reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START)
         assert problem(reply) == (503, "not_ready")
         assert int(reply.headers["retry-after"]) >= 1
-        assert (fleet["r1"].forwarded("moved"), fleet["r2"].forwarded("told")) == (1, 1)
-        assert fleet["r2"].forwarded("answered") == 0, "it travelled once"
+        moved = fleet["r1"].forwarded("moved")
+        assert 1 <= moved < 20 and fleet["r2"].forwarded("told") == moved, "nothing travelled further"
+        assert fleet["r2"].forwarded("moved") == fleet["r2"].forwarded("answered") == 0
 
 
 async def test_a_request_that_was_passed_on_is_never_passed_on_again() -> None:
@@ -147,8 +148,8 @@ async def test_a_request_that_was_passed_on_is_never_passed_on_again() -> None:
         fleet.cluster.leaders[1] = ""
         begun = perf_counter()
         reply = await fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP, x_ucm_hop="r3")
-        assert problem(reply) == (503, "not_ready")
-        assert perf_counter() - begun < 0.15, "whoever passed it on has waited already"
+        assert problem(reply) == (421, "not_leader"), "nothing was done here, whoever leads"
+        assert perf_counter() - begun < 0.15, "whoever passed it on waits, not we"
 
 
 # ---------------------------------------------------------------- clients that go straight to leaders
@@ -253,7 +254,27 @@ async def test_a_leader_that_cannot_be_reached_has_done_nothing() -> None:
         reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START)
         assert problem(reply) == (503, "not_ready")
         assert "nothing was carried out" in msgspec.json.decode(reply.content)["detail"]
-        assert fleet["r1"].forwarded("unreachable") == 1
+        assert fleet["r1"].forwarded("unreachable") >= 1
+
+
+@pytest.mark.parametrize("manner", ["unreachable", "not leading"])
+async def test_a_new_leader_is_asked_when_the_old_one_certainly_did_nothing(manner: str) -> None:
+    """A planned handover, or a leader that is gone: nobody sees it who can wait a moment."""
+    async with open_fleet("r1", "r2", "r3", settings=ApiSettings(leader_wait_ms=3_000)) as fleet:
+        old, new = fleet["r2"].replica, fleet["r3"].replica
+        fleet.cluster.leaders[1] = "r2"
+        if manner == "unreachable":
+            async with DeafLeader("dies") as gone:
+                fleet.cluster.urls["r2"] = gone.url
+        else:
+            old.leads = lambda number: False  # type: ignore[method-assign]
+        asking = asyncio.create_task(fleet.send("r1", "POST", "/v1/instances/m1/writes", START))
+        outcome = "unreachable" if manner == "unreachable" else "moved"
+        await until(lambda: fleet["r1"].forwarded(outcome) > 0)
+        fleet.cluster.leaders[1] = "r3"
+        reply = await asking
+        assert reply.status_code == 200 and reply.headers["x-ucm-leader"] == f"1 {new.url}"
+        assert fleet.asked("r3", 1) == ["StartWrite"] and not fleet.asked("r2", 1)
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "file:///etc/passwd", "http://", "nonsense\r\nx: y"])
@@ -454,14 +475,13 @@ async def test_an_instance_that_is_not_known_yet_is_looked_for_once() -> None:
         assert reply.status_code == 200 and replica.refreshed == 3
 
 
-@pytest.mark.parametrize("learned", [True, False])
-async def test_a_refusal_by_a_data_shard_that_is_behind_is_asked_once_more(learned: bool) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_refusal_by_a_data_shard_that_may_be_behind_is_asked_once_more(times: int) -> None:
     async with open_fleet("r1") as fleet:
         replica = fleet["r1"].replica
-        replica.learns = {"anything"} if learned else set()
-        replica.shard(1).rejects = [Rejection("reregister", "who?")]
+        replica.shard(1).rejects = [Rejection("reregister", "who?")] * times
         reply = await fleet.send("r1", "POST", "/v1/instances/m1/writes", START)
-        assert reply.status_code == (200 if learned else 409) and replica.refreshed == 1
+        assert reply.status_code == (200 if times == 1 else 409) and replica.refreshed == 1
         replica.shard(0).rejects = [Rejection("reregister", "who?")]
         reply = await fleet.send("r1", "POST", "/v1/instances/m0/writes", START)
         assert problem(reply) == (409, "reregister") and replica.refreshed == 1, "the catalogue knows"

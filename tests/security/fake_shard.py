@@ -25,7 +25,7 @@ class FakeCluster:
         self.shards = shards
         self.leaders: dict[int, str] = dict.fromkeys(range(shards), "r1")
         self.urls: dict[str, str] = {}
-        self.homes = {f"m{number}": number for number in range(shards)}
+        self.homes = {f"m{number}": number % shards for number in range(max(shards, 2))}
 
 
 class FakeShard:

@@ -46,6 +46,7 @@ GOOD = {
     "lease": "r-0-1-1",
     "task": "t-0-1-1",
     "key": key(0).hex(),
+    "shard": "0",
     "scope": "tenant",
     "id": "acme",
 }

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Path
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,7 +40,6 @@ def add_cluster_routes(router: APIRouter, routing: Routing) -> None:
             raise ApiError("invalid_field", f"the shards here are 0 to {replica.shards - 1}", "shard")
         return respond(request, HandedOver(shard, await replica.handover(shard, body.to)))
 
-    @router.post(ERRANDS_PATH, include_in_schema=False)
     async def settle(request: Request) -> Response:
         """What leaders of data shards tell the catalogue's leader. Between replicas only, and never
         passed on.
@@ -54,3 +54,8 @@ def add_cluster_routes(router: APIRouter, routing: Routing) -> None:
         except (msgspec.MsgspecError, ValueError, RecursionError) as failure:
             raise decoding_error(failure, wire.body) from None
         return Response(answer, 200, {"cache-control": "no-store"}, "application/msgpack")
+
+    # Not a WireRoute: the body is the replica's own.
+    router.add_api_route(
+        ERRANDS_PATH, settle, methods=["POST"], include_in_schema=False, route_class_override=APIRoute
+    )

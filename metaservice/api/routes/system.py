@@ -42,13 +42,15 @@ def add_system_routes(router: APIRouter, routing: Routing, settings: ApiSettings
     ) -> Response:
         """Everything that is known of one block."""
         number = replica.home(instance)
-        if number is None and await replica.refresh():
+        if number is None:
+            await replica.refresh()
             number = replica.home(instance)
         if number is None:
             raise routing.unknown(instance)
         shard, headers = reader(routing.shards[number], stale, settings)
         info = shard.instance(instance)
-        if info is None and await replica.refresh():
+        if info is None:
+            await replica.refresh()
             info = shard.instance(instance)
         if info is None:
             raise routing.unknown(instance)
