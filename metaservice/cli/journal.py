@@ -1,6 +1,7 @@
 """`ucm-meta journal verify|dump`: whether a journal holds, and what is in it. Neither changes anything, and
 both may be run beside a service that is working."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -105,10 +106,12 @@ def dump(
         try:
             for line in lines(reader, first, last):
                 sys.stdout.write(line + "\n")
+            sys.stdout.flush()
         finally:
             reader.close()
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read has seen enough
+        # Whoever read has seen enough; what is left in the buffer must not fail once more at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except JournalError as error:
         _stop(str(error), EXIT_UNREADABLE if _unreadable(error) else EXIT_BROKEN)
 
