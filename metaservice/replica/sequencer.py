@@ -83,6 +83,7 @@ class Sequencer:
         self._cluster = cluster
         self._on_durable = on_durable
         self._queue: deque[Waiting] = deque()
+        self._in_flight: Sequence[Waiting] = ()
         self._wake = asyncio.Event()
         self._stopping = False
         self._appending_s: float | None = None
@@ -197,6 +198,7 @@ class Sequencer:
         if ticking:
             decide(cmd.Tick(), now_ms)
             self._count_expired()
+        self._in_flight = batch
         await self._commit(len(batch))
         for (_, future), reply in zip(batch, replies, strict=True):
             if not future.done():
@@ -235,8 +237,11 @@ class Sequencer:
                 await self._thread.call(
                     journal.append, sealed.first_seq, sealed.last_seq, sealed.epoch, sealed.payload
                 )
-            except (JournalFull, JournalBusy, JournalUnavailable) as error:
+            except (JournalFull, JournalBusy) as error:
                 self._refuse_waiting(str(error))
+            except JournalUnavailable as error:
+                # it may be gone for hours: whoever is in the batch asks again, and finds the first answer
+                self._refuse_waiting(str(error), self._in_flight)
             except FateUnknown as error:
                 if await self._resolve(sealed.first_seq, sealed.payload, error):
                     break
@@ -257,19 +262,19 @@ class Sequencer:
         try:
             written: bool = await self._thread.call(self._journal.resolve, first_seq, payload)
             return written
-        except FateUnknown as still:
-            self._refuse_waiting(str(still))
+        except (FateUnknown, JournalUnavailable) as still:
+            self._refuse_waiting(str(still), self._in_flight)
             return False
 
-    def _refuse_waiting(self, reason: str) -> None:
+    def _refuse_waiting(self, reason: str, batch: Sequence[Waiting] = ()) -> None:
         if not self.stuck:
             log.error("writes are refused: %s", reason)
         self.stuck = reason
-        self._fail((), "journal_unavailable", reason)
+        self._fail(batch, "journal_unavailable", reason)
 
     def _fail(
         self,
-        batch: "list[Waiting] | tuple[()]",
+        batch: Sequence[Waiting],
         code: str = "not_ready",
         message: str = "the state is being rebuilt",
     ) -> None:

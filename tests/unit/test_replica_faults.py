@@ -197,13 +197,19 @@ async def test_a_fate_that_stays_unknown_refuses_writes_until_it_is_known(
         await fill(shard, chain(2))
         bench.store.next_append = AppendFault.WRITTEN
         monkeypatch.setattr(HeldMemoryJournal, "resolve", _cannot_tell)
-        held = asyncio.create_task(shard.submit(start_of(chain(2, 10))))
+        held = asyncio.create_task(shard.submit(start_of(chain(2, 10), "r9")))
         await until(lambda: shard.stuck, "the fate stays unknown")
         assert (await refusal(shard, start_of(chain(1, 20)))).code == "journal_unavailable"
         assert hits(shard, chain(2)) == 2
-        assert not held.done()
+        with pytest.raises(ShardUnavailable, match="does not answer") as told:
+            await held  # nobody waits for hours; who asks again gets the answer that counts
+        assert told.value.code == "journal_unavailable"
         monkeypatch.setattr(HeldMemoryJournal, "resolve", MemoryJournal.resolve)
-        assert (await held).outcomes == bytes([WriteOutcome.write]) * 2
+        await until(lambda: not shard.stuck, "the fate is known")
+        seq = shard.durable_seq
+        again = await shard.submit(start_of(chain(2, 10), "r9"))
+        assert again.outcomes == bytes([WriteOutcome.write]) * 2 and again.session is not None
+        assert shard.durable_seq == seq, "it was decided once"
         await fill(shard, chain(1, 30))
 
 
