@@ -51,23 +51,19 @@ class CatalogueLog:
         return [(seq, event) for seq, event in self._events if seq > version]
 
 
-async def feed(log: CatalogueLog, catalogue: Shard, shard: Shard) -> bool:
-    """Bring a data shard that is led here up to what the catalogue says; whether there was anything new.
+async def feed(log: CatalogueLog, catalogue: Shard, shard: Shard) -> None:
+    """Bring a data shard that is led here up to what the catalogue says.
 
     Raises ShardUnavailable when either cannot be asked now: the next call goes on from where this one ended.
     """
     version = shard.machine.state.catalogue_version
-    if version >= log.seq and version:
-        return False
+    if version and version >= log.seq:
+        return
     news = log.since(version) if version else None
-    if news:
+    if news is None:
+        view = (await catalogue.settled()).catalogue_view()
+        if view.version > version:
+            await shard.submit(cmd.SyncCatalogue(view=view))
+    elif news:
         events = tuple(event for _, event in news)
         await shard.submit(cmd.TakeCatalogue(since=version, version=news[-1][0], events=events))
-    if news is None:
-        machine = await catalogue.settled()
-        view = machine.catalogue_view()
-        if view.version <= version:
-            return False
-        await shard.submit(cmd.SyncCatalogue(view=view))
-        return True
-    return False

@@ -388,12 +388,20 @@ class ShardLife:
         self._fresh_s = None
         if self._stopping:
             return
-        if self._tail is not None and sequencer.led and sequencer.pipeline.clean and not self._diverged:
-            sequencer.machine.stand_down()
-            self._tail = Tail(sequencer.machine)
-            self._hooks.restarted(self.number)
-        elif self._tail is not None:
-            self._discard("it holds what may not be in the journal")
+        if self._tail is None:
+            return
+        reason = "it holds what may not be in the journal"
+        if sequencer.led and sequencer.pipeline.clean and not self._diverged:
+            try:
+                sequencer.machine.stand_down()
+            except Exception as error:
+                log.exception("shard %d: its state cannot go on as a follower's", self.number)
+                reason = f"standing down failed: {error}"
+            else:
+                self._tail = Tail(sequencer.machine)
+                self._hooks.restarted(self.number)
+                return
+        self._discard(reason)
 
     async def close(self) -> None:
         """Let go of everything. May be called in any state, and twice."""

@@ -294,8 +294,12 @@ class Replica(Hooks):
         return url
 
     async def refresh(self) -> bool:
-        """Catch up with the catalogue; whether anything was learned. With one shard there is nothing to."""
-        return self._spread is not None and await self._spread.refresh()
+        """Catch up with the catalogue. Whether it is worth to ask again what was refused before: always with
+        several shards (what was missing may have come by itself meanwhile), never with one."""
+        if self._spread is None:
+            return False
+        await self._spread.refresh()
+        return True
 
     async def settle(self, errands: bytes) -> bytes:
         """Errands of another replica's data shard, for the catalogue that is led here."""

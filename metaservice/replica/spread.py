@@ -37,7 +37,7 @@ class Spread:
         self._fed = asyncio.Event()
         self._feeding = [asyncio.Lock() for _ in shards]
         self._telling = [asyncio.Lock() for _ in shards]
-        self._refreshing: asyncio.Task[bool] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """What runs until it is cancelled."""
@@ -75,30 +75,28 @@ class Spread:
             except Exception:
                 log.exception("bringing the catalogue to a data shard failed")
 
-    async def _feed_all(self) -> bool:
-        learned = False
+    async def _feed_all(self) -> None:
         for shard in self._shards[1:]:
             if shard.ready:
                 async with self._feeding[shard.number]:
-                    learned |= await feed(self._log, self._catalogue, shard)
-        return learned
+                    await feed(self._log, self._catalogue, shard)
 
-    async def refresh(self) -> bool:
-        """Catch up with the catalogue's journal, and bring the data shards led here up to it; whether
-        anything was learned. Calls that come meanwhile share one, but none shares one that began before."""
+    async def refresh(self) -> None:
+        """Catch up with the catalogue's journal, and bring the data shards led here up to it. Calls that come
+        meanwhile share one, but none shares one that began before it."""
         before = self._refreshing
         if before is not None and not before.done():
             await asyncio.wait([before])
         if self._refreshing is before or self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
-        return await asyncio.shield(self._refreshing)
+        await asyncio.shield(self._refreshing)
 
-    async def _refresh(self) -> bool:
+    async def _refresh(self) -> None:
         try:
-            learned = await self._catalogue.catch_up()
+            await self._catalogue.catch_up()
         except JournalError as error:
             raise ShardUnavailable("journal_unavailable", str(error)) from error
-        return await self._feed_all() or learned
+        await self._feed_all()
 
     # ------------------------------------------------------------ errands go
 

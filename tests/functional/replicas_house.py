@@ -4,11 +4,12 @@ make forget, and an append that the test can hold up. What a test does here to o
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from metaservice import clock
 from metaservice.core.model import Limits
+from metaservice.journal.port import Batch
 from metaservice.journal.postgres import PostgresJournal
 from metaservice.journal.postgres_migrate import check_cluster, migrate
 from metaservice.journal.postgres_settings import PostgresSettings
@@ -35,6 +36,11 @@ class HeldJournal(PostgresJournal):
         super().__init__(settings, shard, holder)
         self.free = threading.Event()
         self.free.set()
+        self.deaf = False
+        """It hears nothing new, as a follower that is far too slow."""
+
+    def read(self, after_seq: int) -> Iterator[Batch]:
+        return iter(()) if self.deaf else super().read(after_seq)
 
     def append(self, first_seq: int, last_seq: int, epoch: int, payload: bytes) -> None:
         assert self.free.wait(WAIT_S), "the test left an append held"
