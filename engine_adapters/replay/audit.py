@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from dataplane import Backend
-from metaservice.client import AsyncClient
+from metaservice.client import AsyncClient, ClientError
 
 KEYS_PER_LOOKUP = 4_096
 POLL_S = 0.25
@@ -67,12 +67,19 @@ class Auditor:
 
     async def settled(self, keys: list[bytes], timeout_s: float) -> Audit:
         """The first comparison that finds nothing left over, or the last one before `timeout_s` is over:
-        sessions have to expire, late writers must be waited for, and then workers delete and sweep."""
+        sessions have to expire, late writers must be waited for, and then workers delete and sweep. Raises
+        as `compare`."""
         deadline = time.monotonic() + timeout_s
         while True:
-            audit = await self.compare(keys)
-            if audit.orphans == 0 or time.monotonic() > deadline:
-                return audit
+            over = time.monotonic() > deadline
+            try:
+                audit = await self.compare(keys)
+            except ClientError:
+                if over:
+                    raise  # until then a replica may be on its way
+            else:
+                if audit.orphans == 0 or over:
+                    return audit
             await asyncio.sleep(POLL_S)
 
     async def compare(self, keys: list[bytes]) -> Audit:

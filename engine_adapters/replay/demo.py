@@ -1,4 +1,5 @@
-"""The demo: engines share a cache through the service; an engine and the service are killed on the way.
+"""The demo: engines share a cache through the service; an engine and the service are killed on the way. In
+a cluster that is there already it is the replica that leads.
 
 `python -m engine_adapters.replay.demo` runs it. Its last line is one JSON object. Exit status 0: everything
 that it has to show was shown; 1: not everything; 2: it could not be carried through; 130: it was
@@ -20,12 +21,12 @@ from dataplane import DataPlaneError, open_backend
 from engine_adapters.replay import hashing
 from engine_adapters.replay.audit import Auditor
 from engine_adapters.replay.children import ChildFailed, Children
-from engine_adapters.replay.deployment import INSTANCE, KEY_LENGTH, PART, Deployment, Sizing
+from engine_adapters.replay.deployment import INSTANCE, KEY_LENGTH, PART, Sizing
 from engine_adapters.replay.dispatch import Dispatcher, Hooks, OnPhase
-from engine_adapters.replay.engine import BREAKER_PAUSE_MS_MAX
 from engine_adapters.replay.engine_handle import EngineHandle
-from engine_adapters.replay.ledger import Ledger, verdicts
+from engine_adapters.replay.ledger import Ledger
 from engine_adapters.replay.plan import Plan
+from engine_adapters.replay.replicas import ClusterFailed, Description
 from engine_adapters.replay.report import (
     EventTeller,
     Fault,
@@ -39,6 +40,7 @@ from engine_adapters.replay.report import (
     figures_table,
 )
 from engine_adapters.replay.requests import Request
+from engine_adapters.replay.scenes import Cluster, OwnService, Scene
 from engine_adapters.replay.sources import SourcesError
 from engine_adapters.replay.trace import Trace, TraceError
 from engine_adapters.replay.workload import Workload
@@ -48,9 +50,8 @@ REQUESTS_DEFAULT = 1_000
 TEXT_BLOCK_SIZE_TOKENS = 128
 TEXT_BLOCK_BYTES = 4_096
 TRACE_BLOCK_BYTES = 2_048
-SETTLE_TIMEOUT_S = 60.0
 
-FAILURES = (ChildFailed, ClientError, DataPlaneError, SourcesError, TraceError, OSError)
+FAILURES = (ChildFailed, ClientError, ClusterFailed, DataPlaneError, SourcesError, TraceError, OSError)
 """What can stop a run that is nobody's mistake in this program."""
 
 FILE_OVERHEAD_BYTES = 4_608
@@ -70,6 +71,10 @@ def arguments() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, metavar="N", help="seed of the workload and of the keys (1)")
     sizes = f"{TEXT_BLOCK_BYTES}, of a trace {TRACE_BLOCK_BYTES}"
     add("--block-bytes", type=_positive, metavar="N", help=f"bytes of a block ({sizes})")
+    add("--cluster", type=Path, metavar="FILE", help="run in the cluster that this file describes (JSON)")
+    add("--url", metavar="URL,...", help="run in a cluster with replicas here, none of which is killed")
+    add("--storage-root", type=Path, metavar="DIR", help="with --url, where engines and workers keep blocks")
+    add("--no-worker", action="store_true", help="with --url, a worker for demo-disk is there already")
     add("--dir", type=Path, help="new or empty folder for data and logs; it stays (a temporary one)")
     add("--keep", action="store_true", help="leave the temporary folder behind")
     add("--events", action="store_true", help="tell all as JSON lines, for a program that draws it")
@@ -123,63 +128,58 @@ class Demo:
             part_bytes=self._options.block_bytes or (TEXT_BLOCK_BYTES if text else TRACE_BLOCK_BYTES),
             blocks=plan.blocks_unique,
         )
-        _require_space(self._folder, sizing)
         async with Children(self._folder) as children:
-            deployment = Deployment(children, self._folder, sizing, self._options.seed)
-            await deployment.start_service()
-            await deployment.set_up()
-            worker = await deployment.start_worker()
-            self._note(f"the service answers at {deployment.url}; {len(self._engines)} engines start")
-            dispatcher = Dispatcher(plan, self._ledger, self._hooks(plan, children, deployment))
-            await dispatcher.run(self._engines)
-            if not worker.running:
+            scene = self._scene(children, sizing)
+            _require_space(scene.site.storage_root, sizing)
+            worker = await scene.open()
+            self._note(f"the service answers at {scene.site.url}; {len(self._engines)} engines start")
+            await Dispatcher(plan, self._ledger, self._hooks(plan, children, scene)).run(self._engines)
+            if worker is not None and not worker.running:
                 raise worker.failure(f"ended with status {worker.process.returncode}")
             self._note("all requests are answered; sessions expire, the worker deletes and sweeps")
-            keys = await asyncio.to_thread(_all_keys, plan, deployment.hash_seed)
-            backend = open_backend("posix", deployment.storage_options)
-            async with deployment.client() as client:
-                audit = await Auditor(client, backend, INSTANCE, PART).settled(keys, SETTLE_TIMEOUT_S)
+            keys = await asyncio.to_thread(_all_keys, plan, scene.site.hash_seed)
+            backend = open_backend("posix", scene.site.storage_options)
+            async with scene.site.client() as client:
+                auditor = Auditor(client, backend, INSTANCE, PART)
+                audit = await auditor.settled(keys, scene.settle_timeout_s)
             backend.close()
         self._note(audit.text())
-        figures = self._ledger.figures(plan.ideal_hit_rate, audit.orphans, time.monotonic() - started)
+        figures = scene.figures(self._ledger, plan.ideal_hit_rate, audit, time.monotonic() - started)
         self._teller.tell(engines_table(self._ledger, self._engines))
         self._teller.tell(figures_table(figures))
-        shown = verdicts(
-            figures,
-            requests=plan.count,
-            engine_killed=self._ledger.engine_killed_at is not None,
-            service_killed=dispatcher.service_killed,
-            absent_files=audit.absent_files,
-        )
+        shown = scene.verdicts(self._ledger, figures, plan.count, audit)
         for passed, what in shown:
             self._teller.tell(Verdict(passed, what))
         self._teller.tell(Result(figures))
         return all(passed for passed, _ in shown)
 
-    def _hooks(self, plan: Plan, children: Children, deployment: Deployment) -> Hooks:
+    def _scene(self, children: Children, sizing: Sizing) -> Scene:
+        """Raises ClusterFailed."""
+        options = self._options
+        if options.cluster is None and options.url is None:
+            return OwnService(children, self._folder, sizing, options.seed, self._note)
+
+        def describe() -> Description:
+            if options.cluster is not None:
+                return Description.read(options.cluster)
+            return Description.at(options.url.split(","), options.storage_root)
+
+        with_worker = not options.no_worker
+        return Cluster(children, describe, sizing, options.seed, self._note, with_worker=with_worker)
+
+    def _hooks(self, plan: Plan, children: Children, scene: Scene) -> Hooks:
         async def start_engine(name: str, on_phase: OnPhase) -> EngineHandle:
-            child = await children.start(name, deployment.engine_command(name), pipes=True)
+            child = await children.start(name, scene.site.engine_command(name), pipes=True)
             engine = EngineHandle(name, child, on_phase)
             await engine.ready()
             return engine
-
-        def kill_service() -> None:
-            deployment.kill_service()
-            self._note(f"the service was killed (SIGKILL) after {len(self._ledger.rows)} answers")
-
-        async def start_service() -> None:
-            killed = time.monotonic()
-            await deployment.service_gone()
-            await deployment.start_service()
-            # Engines that were failed by the service stay away from it for so long at most.
-            await asyncio.sleep(BREAKER_PAUSE_MS_MAX / 1000)
-            self._note(f"the service is back on the same data after {time.monotonic() - killed:.1f} s")
 
         def on_answer() -> None:
             ledger = self._ledger
             self._teller.tell(Progress(len(ledger.rows), plan.count, ledger.asked, ledger.hits))
 
-        return Hooks(start_engine, kill_service, start_service, on_answer, self._note)
+        kill_service = scene.kill_service if scene.killable else None
+        return Hooks(start_engine, kill_service, scene.restored, scene.outage_pace_s, on_answer, self._note)
 
     def _note(self, text: str) -> None:
         self._teller.tell(Note(text))
@@ -200,7 +200,9 @@ def _keys_of(request: Request, block_size_tokens: int, hash_seed: str) -> Iterab
 
 
 def _require_space(folder: Path, sizing: Sizing) -> None:
-    """Raises `OSError` rather than fill somebody's disk."""
+    """Raises `OSError` rather than fill somebody's disk. `folder` may be still to be made."""
+    while not folder.exists():
+        folder = folder.parent
     needed = sizing.blocks * (sizing.part_bytes + FILE_OVERHEAD_BYTES) * 3 // 2
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -236,6 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--limit is about a trace: give --trace, or --requests")
     if options.trace is not None and options.requests is not None:
         parser.error("--requests is about the text workload: with --trace use --limit")
+    if options.url is not None and (options.cluster is not None or options.storage_root is None):
+        parser.error("--url goes with --storage-root, and without --cluster")
+    if options.url is None and (options.storage_root is not None or options.no_worker):
+        parser.error("--storage-root and --no-worker are about --url")
     teller: Teller = EventTeller(sys.stdout) if options.events else TextTeller(sys.stdout, sys.stderr)
     try:
         folder = _folder(options.dir)

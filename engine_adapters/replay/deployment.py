@@ -1,4 +1,4 @@
-"""A small deployment: the service, one worker and their storage, in one folder and on one machine."""
+"""What the demo has in a service, and a small service of its own: one process, in one folder."""
 
 import asyncio
 import sys
@@ -23,13 +23,10 @@ KEY_LENGTH = 32
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.02
 
-LEASE_MS = 5_000
-WRITE_TTL_MS = 5_000
-
 SERVICE_LIMITS = {
-    "write-ttl-ms-default": WRITE_TTL_MS,
+    "write-ttl-ms-default": 5_000,
     "late-write-ms": 1_500,
-    "lease-ms-max": LEASE_MS,
+    "lease-ms-max": 5_000,
     "reclaim-delay-ms": 250,
     "task-ttl-ms": 5_000,
 }
@@ -37,13 +34,21 @@ SERVICE_LIMITS = {
 nothing before the longest lease of the one before it is over."""
 
 
-WORKER_OPTIONS = {
-    "sweep-ms": 500,
-    "safe-age-ms": WRITE_TTL_MS + SERVICE_LIMITS["late-write-ms"],
-    "backoff-ms-max": 500,
-}
-"""No answer of this deployment is older than a write session and its late writes: one process, one
-machine."""
+class Times(Struct, frozen=True, kw_only=True):
+    """What engines ask for, and what a worker waits for, in ms. `safe_age_ms`: no answer of the service is
+    older."""
+
+    lease_ms: int
+    write_ttl_ms: int
+    safe_age_ms: int
+
+
+OWN_SERVICE = Times(
+    lease_ms=SERVICE_LIMITS["lease-ms-max"],
+    write_ttl_ms=SERVICE_LIMITS["write-ttl-ms-default"],
+    safe_age_ms=SERVICE_LIMITS["write-ttl-ms-default"] + SERVICE_LIMITS["late-write-ms"],
+)
+"""No answer of one process on one machine is older than a write session and its late writes."""
 
 
 class Address(Struct):
@@ -73,18 +78,20 @@ class Sizing(Struct, frozen=True, kw_only=True):
         return self.quota_bytes + self.quota_bytes // 4
 
 
-class Deployment:
-    """The service and the worker, as processes."""
+class Site:
+    """A service that is there, and what the demo has in it and beside it: its storage, instance, worker and
+    engines."""
 
-    def __init__(self, children: Children, folder: Path, sizing: Sizing, seed: int) -> None:
+    def __init__(
+        self, children: Children, storage_root: Path, sizing: Sizing, seed: int, times: Times
+    ) -> None:
         self._children = children
-        self._folder = folder
         self._sizing = sizing
+        self._times = times
         self.hash_seed = f"demo-{seed}"
-        self.storage_root = folder / "storage"
+        self.storage_root = storage_root
         self.url = ""
-        self._port = 0
-        self._service: Child | None = None
+        """Where the service is; of several replicas all, with commas between."""
 
     @property
     def storage_options(self) -> dict[str, str]:
@@ -95,41 +102,9 @@ class Deployment:
         """A client that raises its errors, for the demo's own questions."""
         return AsyncClient(ClientConfig(url=self.url, timeout_ms=10_000, raise_errors=True))
 
-    async def start_service(self) -> None:
-        """Start the service on its data and wait until it is ready: on any free port first, then always on
-        that one. Raises `ChildFailed`, with the end of its log."""
-        ready_file = self._folder / "service-ready.json"
-        ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "metaservice.main", "serve", "--data", str(self._folder / "service")]
-        command += ["--host", HOST, "--port", str(self._port), "--ready-file", str(ready_file)]
-        for name, value in SERVICE_LIMITS.items():
-            command += [f"--{name}", str(value)]
-        service = self._service = await self._children.start("service", command)
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                while not ready_file.exists():
-                    if not service.running:
-                        raise service.failure(f"ended with status {service.process.returncode}")
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            raise service.failure(f"was not ready after {READY_TIMEOUT_S:g} s") from None
-        address = msgspec.json.decode(ready_file.read_bytes(), type=Address)
-        self._port = address.port
-        self.url = f"http://{address.host}:{address.port}"
-
-    def kill_service(self) -> None:
-        """SIGKILL."""
-        assert self._service is not None
-        self._service.kill()
-
-    async def service_gone(self) -> None:
-        """Wait until the killed service is really gone, so that its port and data are free."""
-        assert self._service is not None
-        await self._service.process.wait()
-
     async def set_up(self) -> None:
         """Register what engines need: storage, tenant, group and instance. Raises `ClientError`."""
-        self.storage_root.mkdir(parents=True)
+        self.storage_root.mkdir(parents=True, exist_ok=True)
         async with self.client() as client:
             await client.put_storage(
                 STORAGE, "posix", self.storage_options, capacity_bytes=self._sizing.capacity_bytes
@@ -167,7 +142,8 @@ class Deployment:
         """Start the worker that deletes and sweeps in the storage."""
         command = [sys.executable, "-m", "metaservice.cli.worker", "--url", self.url, "--worker", WORKER]
         command += ["--storage", STORAGE]
-        for name, value in WORKER_OPTIONS.items():
+        options = {"sweep-ms": 500, "safe-age-ms": self._times.safe_age_ms, "backoff-ms-max": 500}
+        for name, value in options.items():
             command += [f"--{name}", str(value)]
         return await self._children.start("worker", command)
 
@@ -183,6 +159,48 @@ class Deployment:
             *("--block-size-tokens", str(self._sizing.block_size_tokens)),
             *("--hash-seed", self.hash_seed),
             *("--key-length", str(KEY_LENGTH)),
-            *("--lease-ms", str(LEASE_MS)),
-            *("--write-ttl-ms", str(WRITE_TTL_MS)),
+            *("--lease-ms", str(self._times.lease_ms)),
+            *("--write-ttl-ms", str(self._times.write_ttl_ms)),
         ]
+
+
+class Deployment(Site):
+    """A service of one process, of the demo's own: it can be killed and started again."""
+
+    def __init__(self, children: Children, folder: Path, sizing: Sizing, seed: int) -> None:
+        super().__init__(children, folder / "storage", sizing, seed, OWN_SERVICE)
+        self._folder = folder
+        self._port = 0
+        self._service: Child | None = None
+
+    async def start_service(self) -> None:
+        """Start the service on its data and wait until it is ready: on any free port first, then always on
+        that one. Raises `ChildFailed`, with the end of its log."""
+        ready_file = self._folder / "service-ready.json"
+        ready_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "metaservice.main", "serve", "--data", str(self._folder / "service")]
+        command += ["--host", HOST, "--port", str(self._port), "--ready-file", str(ready_file)]
+        for name, value in SERVICE_LIMITS.items():
+            command += [f"--{name}", str(value)]
+        service = self._service = await self._children.start("service", command)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while not ready_file.exists():
+                    if not service.running:
+                        raise service.failure(f"ended with status {service.process.returncode}")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise service.failure(f"was not ready after {READY_TIMEOUT_S:g} s") from None
+        address = msgspec.json.decode(ready_file.read_bytes(), type=Address)
+        self._port = address.port
+        self.url = f"http://{address.host}:{address.port}"
+
+    def kill_service(self) -> None:
+        """SIGKILL."""
+        assert self._service is not None
+        self._service.kill()
+
+    async def service_gone(self) -> None:
+        """Wait until the killed service is really gone, so that its port and data are free."""
+        assert self._service is not None
+        await self._service.process.wait()

@@ -22,9 +22,9 @@ it..."""
 KILL_PATIENCE_REQUESTS = 25
 """...unless so many requests went by without one."""
 OUTAGE_REQUESTS = 1
-"""Requests handed out while the service is down, besides those under way when it was killed. The others
-wait at the door, as at a router: engines serve without the service, but what is measured here is the
-cache."""
+"""Requests handed out at once while the service is down, besides those under way when it was killed. The
+others wait at the door, as at a router: engines serve without the service, but what is measured here is the
+cache, and engines without a model would hurry through all requests meanwhile."""
 
 OnPhase = Callable[[EngineHandle, Phase], None]
 
@@ -33,14 +33,16 @@ OnPhase = Callable[[EngineHandle, Phase], None]
 class Hooks:
     """What the dispatcher asks of the demo around it.
 
-    `start_engine(name, on_phase)` gives a ready engine. `kill_service()` is SIGKILL at once;
-    `start_service()` returns when engines reach it again. `on_answer` hears of each answer, `note` what
-    happens, for people.
+    `start_engine(name, on_phase)` gives a ready engine. `kill_service()` is SIGKILL at once, None when no
+    part of the service is to be killed; `restored()` returns when engines reach it again. Meanwhile a
+    request is handed out each `outage_pace_s`, or none when that is None. `on_answer` hears of each answer,
+    `note` what happens, for people.
     """
 
     start_engine: Callable[[str, OnPhase], Awaitable[EngineHandle]]
-    kill_service: Callable[[], None]
-    start_service: Callable[[], Coroutine[None, None, None]]
+    kill_service: Callable[[], Awaitable[None]] | None
+    restored: Callable[[], Coroutine[None, None, None]]
+    outage_pace_s: float | None
     on_answer: Callable[[], None]
     note: Callable[[str], None]
 
@@ -62,7 +64,6 @@ class Dispatcher:
         self._answered_before_kill = 0
         self._outage: asyncio.Task[None] | None = None
         self._outage_left = 0
-        self.service_killed = False
 
     async def run(self, engines: Sequence[str]) -> None:
         """Serve all requests with engines of these names, then let the engines end.
@@ -77,12 +78,12 @@ class Dispatcher:
                 task = group.create_task(self._serve(group, engine, request))
                 if request.session:
                     self._sessions[request.session] = task
-                if request.index == self._plan.service_kill_at:
+                if request.index == self._plan.service_kill_at and self._hooks.kill_service is not None:
                     await asyncio.sleep(0)  # the request is with its engine now
-                    self._hooks.kill_service()
-                    self.service_killed = True
+                    await self._hooks.kill_service()
+                    self._ledger.service_killed_at = len(self._ledger.rows)
                     self._outage_left = OUTAGE_REQUESTS
-                    self._outage = group.create_task(self._hooks.start_service())
+                    self._outage = group.create_task(self._hooks.restored())
         for _ in engines:
             await (await self._free.get()).close()
 
@@ -95,7 +96,7 @@ class Dispatcher:
             if self._outage_left > 0:
                 self._outage_left -= 1
             else:
-                await asyncio.wait({self._outage})
+                await asyncio.wait({self._outage}, timeout=self._hooks.outage_pace_s)
         engine = await self._free.get()
         self._handed_out = request.index
         if request.index == self._plan.engine_kill_at:

@@ -25,7 +25,7 @@ log = logging.getLogger("engine")
 def arguments() -> argparse.ArgumentParser:
     """The command line of an engine process."""
     parser = argparse.ArgumentParser(prog="engine", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--url", required=True, help="where the service is")
+    parser.add_argument("--url", required=True, help="where the service is; several with commas between")
     parser.add_argument("--engine", required=True, help="the engine's id, kept over restarts")
     parser.add_argument("--instance", required=True)
     parser.add_argument("--part", required=True, help="the one part that a block has")

@@ -155,16 +155,22 @@ MEANINGS = {
     "hit_rate_before_kill": "share of the ideal's hits that was hit, in requests answered before the kill",
     "hit_rate_after_kill": "the same in all requests answered after it, on every engine",
     "hit_rate_drop": "the difference of these two",
+    "hit_rate_drop_engine": "how much less of the ideal's hits after an engine was killed than before",
+    "hit_rate_drop_leader": "the same for the replica that led the instance's shard",
+    "unavailable_ms": "from the leader's kill until a lookup was answered again",
+    "orphans": "files in the storage unknown to the service, and locations neither readable nor gone",
     "orphans_left": "files in the storage unknown to the service, and locations neither readable nor gone",
     "seconds": "from start to end, installation not counted",
 }
 """What each figure means, for people."""
+_LARGER = "the larger of these two"
 
 
 def figures_table(figures: Figures) -> Table:
     """Each figure with its meaning."""
     values = msgspec.structs.asdict(figures)
-    rows = [[name, _value_text(values[name]), meaning] for name, meaning in MEANINGS.items()]
+    meanings = {**MEANINGS, "hit_rate_drop": _LARGER} if "hit_rate_drop_leader" in values else MEANINGS
+    rows = [[name, _value_text(value), meanings[name]] for name, value in values.items()]
     return Table("Figures", ["figure", "value", "meaning"], ["left", "right", "left"], rows)
 
 

@@ -26,7 +26,11 @@ def arguments() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8600", help="where the service is (%(default)s)")
+    add(
+        "--url",
+        default="http://127.0.0.1:8600",
+        help="where the service is; of several replicas all, with commas between (%(default)s)",
+    )
     add("--worker", default=_default_name(), metavar="ID", help="the worker's id (%(default)s)")
     add(
         "--storage", action="append", required=True, type=_storage, metavar="NAME[=KIND:ROOT]",

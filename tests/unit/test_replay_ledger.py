@@ -5,7 +5,13 @@ import json
 
 import msgspec
 
-from engine_adapters.replay.ledger import Figures, Ledger, verdicts
+from engine_adapters.replay.ledger import (
+    ClusterFigures,
+    Ledger,
+    ServiceFigures,
+    cluster_verdicts,
+    verdicts,
+)
 from engine_adapters.replay.messages import Done
 from engine_adapters.replay.report import (
     MEANINGS,
@@ -26,6 +32,11 @@ KEYS = [
     "hit_rate_before_kill", "hit_rate_after_kill", "hit_rate_drop", "orphans_left", "seconds",
 ]  # fmt: skip
 
+CLUSTER_KEYS = [
+    "requests", "blocks_asked", "blocks_hit", "hit_rate", "ideal_hit_rate", "dirty_reads",
+    "hit_rate_drop_engine", "hit_rate_drop_leader", "hit_rate_drop", "unavailable_ms", "orphans", "seconds",
+]  # fmt: skip
+
 
 def ledger_of(*rows: tuple[str, int, int, int], killed_after: int | None = None) -> Ledger:
     """Rows of (engine, asked, hits, ideal hits)."""
@@ -36,15 +47,15 @@ def ledger_of(*rows: tuple[str, int, int, int], killed_after: int | None = None)
     return ledger
 
 
-def good(**changes: object) -> Figures:
-    figures = Figures(
+def good(**changes: object) -> ServiceFigures:
+    figures = ServiceFigures(
         requests=10, blocks_asked=100, blocks_hit=80, hit_rate=0.80, ideal_hit_rate=0.81, dirty_reads=0,
         hit_rate_before_kill=0.99, hit_rate_after_kill=0.97, hit_rate_drop=0.02, orphans_left=0, seconds=1.0,
     )  # fmt: skip
     return msgspec.structs.replace(figures, **changes)
 
 
-def failed(figures: Figures, **changes: object) -> list[str]:
+def failed(figures: ServiceFigures, **changes: object) -> list[str]:
     """The texts of the verdicts that did not pass."""
     facts = {"requests": 10, "engine_killed": True, "service_killed": True, "absent_files": 0} | changes
     return [text for passed, text in verdicts(figures, **facts) if not passed]  # type: ignore[arg-type]
@@ -53,7 +64,8 @@ def failed(figures: Figures, **changes: object) -> list[str]:
 def test_figures_have_exactly_the_promised_keys_in_order() -> None:
     figures = ledger_of(("e", 4, 2, 2)).figures(0.5, 0, 1.23)
     assert list(json.loads(msgspec.json.encode(figures))) == KEYS
-    assert list(MEANINGS) == KEYS
+    assert set(MEANINGS) == {*KEYS, *CLUSTER_KEYS}
+    assert [row[0] for row in figures_table(figures).rows] == KEYS
     assert figures.seconds == 1.2
 
 
@@ -113,6 +125,49 @@ def test_each_bound_can_fail() -> None:
     assert len(failed(good(), engine_killed=False)) == 1
     assert len(failed(good(), service_killed=False)) == 1
     assert len(failed(good(), absent_files=1)) == 1
+
+
+def test_each_kill_in_a_cluster_is_measured_up_to_the_next() -> None:
+    """All that was possible before the first kill, half of it between them, a quarter after the second."""
+    rows = [("a", 100, 80, 80), ("b", 100, 40, 80), ("a", 100, 40, 80), ("b", 100, 20, 80)]
+    ledger = ledger_of(*rows, killed_after=1)
+    ledger.service_killed_at = 3
+    figures = ledger.cluster_figures(0.8, 2, 3.25, 4_321)
+    assert list(json.loads(msgspec.json.encode(figures))) == CLUSTER_KEYS
+    assert figures.hit_rate_drop_engine == 0.5
+    assert figures.hit_rate_drop_leader == round(160 / 240 - 0.25, 4)
+    assert figures.hit_rate_drop == 0.5
+    assert (figures.unavailable_ms, figures.orphans) == (4_321, 2)
+    meanings = {name: meaning for name, _, meaning in figures_table(figures).rows}
+    assert list(meanings) == CLUSTER_KEYS
+    assert meanings["hit_rate_drop"] == "the larger of these two"
+
+
+def test_a_cluster_of_which_no_replica_was_killed_fell_by_nothing_after_it() -> None:
+    figures = ledger_of(("a", 10, 8, 8), ("b", 10, 4, 8), killed_after=1).cluster_figures(0.8, 0, 1.0, 0)
+    assert (figures.hit_rate_drop_engine, figures.hit_rate_drop_leader) == (0.5, 0.0)
+
+
+def test_each_bound_in_a_cluster_can_fail() -> None:
+    def failed_of(leader_killed: bool | None = True, **changes: object) -> list[str]:
+        figures = ClusterFigures(
+            requests=10, blocks_asked=100, blocks_hit=80, hit_rate=0.8, ideal_hit_rate=0.8, dirty_reads=0,
+            hit_rate_drop_engine=0.0, hit_rate_drop_leader=0.1, hit_rate_drop=0.1, unavailable_ms=5_000,
+            orphans=0, seconds=1.0,
+        )  # fmt: skip
+        changed = msgspec.structs.replace(figures, **changes)
+        shown = cluster_verdicts(
+            changed, requests=10, engine_killed=True, leader_killed=leader_killed, absent_files=0
+        )
+        return [text for passed, text in shown if not passed]
+
+    assert failed_of() == failed_of(None) == []
+    assert len(failed_of(False)) == 1
+    assert len(failed_of(dirty_reads=1)) == 1
+    assert len(failed_of(orphans=1)) == 1
+    assert len(failed_of(hit_rate_drop_engine=0.15)) == 1
+    assert len(failed_of(hit_rate_drop_leader=0.15)) == 1
+    assert len(failed_of(requests=9)) == 1
 
 
 def test_engines_table_adds_up() -> None:
