@@ -65,6 +65,7 @@ class Forwarder:
         self._metrics = metrics
         self._settings = settings
         self._in_flight = 0
+        self._in_flight_max = min(settings.forwards_max, max(1, settings.requests_max // 2))
 
     async def elsewhere(self, request: HttpRequest, shard: int, wait_ms: int = 0) -> HttpResponse | None:
         """The leader's answer to a request about `shard`; None when this replica leads it by now.
@@ -149,6 +150,19 @@ class Forwarder:
         Who cannot be reached, or says that it does not lead, has certainly done nothing: then another is
         waited for, `leader_wait_ms` in all.
         """
+        # Those who wait are fewer than all requests there may be: probes and what is led here get through.
+        if self._in_flight >= self._in_flight_max:
+            self._metrics.forwarded.add(("refused",))
+            raise ApiError("overloaded", f"{self._in_flight_max} requests wait for other replicas already")
+        self._in_flight += 1
+        try:
+            return await self._asked_until(request, shard, sending)
+        finally:
+            self._in_flight -= 1
+
+    async def _asked_until(
+        self, request: HttpRequest, shard: int, sending: Sending
+    ) -> tuple[str, PeerReply] | None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._settings.leader_wait_ms / 1000
         while True:
@@ -168,14 +182,10 @@ class Forwarder:
 
     async def _sent(self, request: HttpRequest, shard: int, url: str, sending: Sending) -> PeerReply:
         """The answer of the replica at `url`, sent to once. Raises ApiError, or _NothingDone."""
-        if self._in_flight >= self._settings.forwards_max:
-            self._metrics.forwarded.add(("refused",))
-            raise ApiError("overloaded", f"{self._settings.forwards_max} requests are passed on already")
         timeout_ms = self._settings.forward_timeout_ms + sending.wait_ms
         asking = self._peers.send(
             url, sending.method, sending.target, sending.headers, sending.body, timeout_ms
         )
-        self._in_flight += 1
         try:
             if sending.wait_ms:
                 request.wait_ms = sending.wait_ms
@@ -191,8 +201,6 @@ class Forwarder:
             self._metrics.forwarded.add(("unanswered",))
             known = "whether it was carried out is not known, and it was not sent again"
             raise ApiError("not_ready", f"the leader of shard {shard}: {failure}; {known}") from None
-        finally:
-            self._in_flight -= 1
         if reply.status == MISDIRECTED:
             self._metrics.forwarded.add(("moved",))
             raise _NothingDone(f"the leadership of shard {shard} is moving: {url} does not hold it")

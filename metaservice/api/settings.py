@@ -54,7 +54,9 @@ class ApiSettings(Struct, frozen=True, kw_only=True):
     forward_timeout_ms: int = 5_000
     """How long another replica may take for a request that was passed on (a long poll: besides its wait)."""
     forwards_max: int = 256
-    """Requests passed on and not answered yet."""
+    """Requests passed on and not answered yet, or waiting for a leader to be known. Never more than half of
+    `requests_max`, so that probes and what is led here get through.
+    """
     forwarded_bytes_max: int = 64 * 1024 * 1024
     """The largest answer that is passed back."""
     staleness_ms_max: int = 5_000

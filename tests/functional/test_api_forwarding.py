@@ -306,6 +306,22 @@ async def test_requests_that_are_passed_on_are_bounded() -> None:
         assert (await fleet.send("r1", "POST", "/v1/instances/m0/lookup", LOOKUP)).status_code == 200
 
 
+async def test_i3_requests_that_wait_for_a_leader_keep_nobody_out() -> None:
+    settings = ApiSettings(requests_max=32, leader_wait_ms=1_500)
+    async with open_fleet("r1", settings=settings) as fleet:
+        fleet.cluster.leaders[1] = ""
+        calls = [
+            asyncio.create_task(fleet.send("r1", "POST", "/v1/instances/m1/lookup", LOOKUP))
+            for _ in range(40)
+        ]
+        await until(lambda: len(fleet["r1"].replica.waited_ms) == 16)
+        for path in ("/livez", "/readyz"):
+            assert (await fleet.send("r1", "GET", path)).status_code == 200
+        assert (await fleet.send("r1", "POST", "/v1/instances/m0/lookup", LOOKUP)).status_code == 200
+        codes = sorted(problem(reply)[1] for reply in await asyncio.gather(*calls))
+        assert codes == ["not_ready"] * 16 + ["overloaded"] * 24
+
+
 async def test_i3_requests_that_wait_elsewhere_hold_nobody_up_here() -> None:
     """Fifty long polls and slow requests at a leader that hangs: probes, metrics and local lookups are
     answered.

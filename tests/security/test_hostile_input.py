@@ -228,3 +228,68 @@ async def test_a_body_of_64_mebibytes_is_refused_before_it_is_read(house: House)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "body_too_large"
     writer.close()
+
+
+CLUSTER_HEADERS: dict[str, list[bytes]] = {
+    "x-ucm-hop": [b"", b"r1", b"\xff\xfe", b"a" * 8_000, b"1, 2", b"%0d%0aset-cookie: x"],
+    "x-ucm-direct": [b"", b"0", b"no", b"\x80", b"1" * 8_000],
+    "x-ucm-seq": [b"0/999999/999999", b"-1/x"],
+    "x-ucm-leader": [b"0 http://evil.example"],
+    "x-ucm-staleness-ms": [b"-1"],
+}
+
+
+@pytest.mark.parametrize("header", CLUSTER_HEADERS)
+async def test_headers_between_replicas_change_no_answer_of_a_leader(house: House, header: str) -> None:
+    """Anybody can send them: they only decide what happens to a request that is for another replica."""
+    paths = [("GET", "/v1/tenants", None), ("POST", "/v1/instances/m1/lookup", {"keys": [key(0).hex()]})]
+    for method, path, body in paths:
+        plain = await house.send(method, path, body)
+        for value in CLUSTER_HEADERS[header]:
+            content = b"" if body is None else json.dumps(body).encode()
+            sent = [
+                (b"content-type", b"application/json"),
+                (header.encode(), value),
+                (header.encode(), value),
+            ]
+            reply = await house.http.request(method, path, content=content, headers=sent)
+            assert (reply.status_code, reply.content) == (plain.status_code, plain.content)
+            assert "x-ucm-leader" not in reply.headers
+            assert "evil" not in str(reply.headers) and "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/workers/w1/tasks", {"incarnation": "j1", "shard": -1}, "shard"),
+        ("/v1/workers/w1/tasks", {"incarnation": "j1", "shard": 1}, "shard"),
+        ("/v1/workers/w1/tasks", {"incarnation": "j1", "shard": 256}, "shard"),
+        ("/v1/workers/w1/tasks", {"incarnation": "j1", "shard": 2**70}, "shard"),
+        ("/v1/workers/w1/tasks", {"incarnation": "j1", "shard": "0"}, "shard"),
+        ("/v1/instances/m1/lookup", {"keys": [], "staleness_ms_max": -1}, "staleness_ms_max"),
+        ("/v1/instances/m1/lookup", {"keys": [], "staleness_ms_max": 2**70}, "staleness_ms_max"),
+        ("/v1/instances/m1/lookup", {"keys": [], "staleness_ms_max": 5, "lease_ms": 5}, "staleness_ms_max"),
+        ("/v1/cluster/shards/0/handover", {"to": "a\nb"}, "to"),
+        ("/v1/cluster/shards/0/handover", {"to": ["r2"]}, "to"),
+        ("/v1/cluster/shards/0/handover", {"too": "r2"}, "too"),
+    ],
+)
+async def test_what_fields_of_the_cluster_cannot_be(
+    house: House, path: str, body: dict[str, Any], field: str
+) -> None:
+    status, _, named = await house.problem("POST", path, body)
+    assert (status, named) == (422, field)
+
+
+@pytest.mark.parametrize(
+    "lease", ["r-0-1-99999999999999999", "r-256-1-1", "r--1-1-1", "r-0-1", "w-0-1", "r-٣-1-1", "r-0-1-1-1"]
+)
+async def test_ids_that_name_no_shard_are_nobodys(house: House, lease: str) -> None:
+    """They are told as unknown, alone and among good ones, and go to no other replica."""
+    ascii_only = lease.encode("ascii", "replace").decode().replace("?", "x")
+    told = await house.ask("POST", f"/v1/leases/{ascii_only}/release", {"also": ["r-0-1-77", ascii_only]})
+    assert told["outcomes"] == ["unknown"] * 3
+    for path in (f"/v1/writes/{ascii_only}/abort", f"/v1/workers/w1/tasks/{ascii_only}/confirm"):
+        body = {"engine": "e1", "incarnation": "i1"} if "writes" in path else {"incarnation": "j1"}
+        status, code, _ = await house.problem("POST", path, body)
+        assert status == 404 and code in ("session_unknown", "task_unknown")
