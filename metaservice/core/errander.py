@@ -144,21 +144,23 @@ class Errander:
             targets = [0, 0]
             budgets = (usage.budget_bytes, usage.budget_blocks)
             for at, (budget, have) in enumerate(zip(budgets, self.used(usage), strict=True)):
-                if budget is not None and have + needs[at] > budget:
-                    targets[at] = have + needs[at] + budget // GROWTH
+                if budget is not None:  # what it lacked may have come meanwhile, and must stay then
+                    target = have + needs[at]
+                    targets[at] = target + budget // GROWTH if target > budget else target
             self._wanted[usage] = (targets, now_ms)
         self._asked.clear()
         wants: dict[ScopeKey, Want] = {}
+        keep_ms = ROUNDS * self._limits.errand_ms
         for usage, (targets, at_ms) in list(self._wanted.items()):
-            want = self._larger(usage, targets, True)
-            if want is None or now_ms - at_ms >= ROUNDS * self._limits.errand_ms:
+            want = self._wish(usage, targets, True)
+            if want is None or now_ms - at_ms >= keep_ms:
                 del self._wanted[usage]
-            else:
+            else:  # also when it was granted: what is granted for a write must wait for it
                 wants[usage.scope, usage.id] = want
         for usage in self._low | self.changed:
             if usage.scope is SwitchScope.instance:
                 continue
-            want = self._larger(usage, self._reserve(usage), False)
+            want = self._wish(usage, self._reserve(usage), False)
             if want is None:
                 self._low.discard(usage)
             else:
@@ -176,13 +178,14 @@ class Errander:
                 targets[at] = budget + budget // GROWTH
         return targets
 
-    def _larger(self, usage: Usage, targets: list[int], urgent: bool) -> Want | None:
-        """The wish for a slice of `targets`, within the limit; None when the slice is that large."""
+    def _wish(self, usage: Usage, targets: list[int], urgent: bool) -> Want | None:
+        """The wish for a slice of `targets`, within the limit; None for none. One that is not urgent is over
+        once the slice is that large."""
         limit = limit_of(self._state, usage.scope, usage.id)
         wish = [0, 0]
         for at, budget in enumerate((usage.budget_bytes, usage.budget_blocks)):
             most = limit[at]
-            if budget is not None and most is not None and min(targets[at], most) > budget:
+            if budget is not None and most is not None and (urgent or min(targets[at], most) > budget):
                 wish[at] = min(targets[at], most)
         return Want(usage.scope, usage.id, wish[0], wish[1], urgent) if any(wish) else None
 

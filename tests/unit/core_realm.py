@@ -255,10 +255,13 @@ class Realm:
         ]
         return sum(usage.bytes for usage in usages), sum(usage.blocks for usage in usages)
 
-    def check(self) -> None:
-        """Every machine is consistent, limits hold over all shards, and no budget is lost or doubled."""
+    def check_machines(self) -> None:
+        """Every machine is consistent in itself."""
         for node in self.nodes:
             node.machine.check()
+
+    def check(self) -> None:
+        """Limits hold over all shards, and no budget is lost or doubled."""
         state = self.catalogue.state
         for scope_key, held in state.held.items():
             limit = limit_of(state, *scope_key)
@@ -266,40 +269,47 @@ class Realm:
             used = self.used(*scope_key)
             for at in range(2):
                 most = limit[at]
-                if most is None:
-                    assert all(pair[at] is None for pair in pairs)
-                    continue
                 amounts = [pair[at] for pair in pairs]
-                if scope_key in self.lowered:
-                    continue
-                assert None not in amounts
-                total = sum(amount or 0 for amount in amounts)
-                assert total <= most, f"{total} of {most} granted: {scope_key}"
-                assert used[at] <= most, f"{used[at]} of {most} used: {scope_key}"
-            for node in self.nodes[1:]:
-                self.check_slice(node, scope_key, held.made_seq, held.since)
+                if most is None:
+                    assert amounts == [None] * len(amounts)
+                elif scope_key not in self.lowered:
+                    assert None not in amounts
+                    total = sum(amount or 0 for amount in amounts)
+                    assert total <= most, f"{total} of {most} granted: {scope_key}"
+                    assert used[at] <= most, f"{used[at]} of {most} used: {scope_key}"
+        for node in self.nodes[1:]:
+            self.check_slices(node)
 
-    def check_slice(self, node: Node, scope_key: ScopeKey, made_seq: int, since: list[int]) -> None:
+    def check_slices(self, node: Node) -> None:
         """What the catalogue granted a shard is what the shard has, gave up, or has under way to it."""
-        state = node.machine.state
-        news = self.nodes[0].events[state.catalogue_version :]
-        if any(_sets_limit(event, scope_key) for event in news):
-            return  # the shard knows another limit; what it has will be looked at anew
-        usage = find_usage(state, *scope_key)
-        assert usage is not None
-        limit = limit_of(self.catalogue.state, *scope_key)
-        pair = granted(self.catalogue.state, scope_key)[node.shard]
-        for number, one in state.outstanding.items():
-            if number > self.catalogue.state.returns_taken[node.shard] and (one.scope, one.id) == scope_key:
-                take_effect(pair, effect(one, made_seq, since, limit, pair), one.kept)
-        have: list[int | None] = [usage.budget_bytes, usage.budget_blocks]
-        for event in news:
-            if isinstance(event, SliceGranted) and event.shard == node.shard:
-                if (event.scope, event.id) == scope_key:
-                    for at, amount in enumerate((event.bytes, event.blocks)):
-                        before = have[at]
-                        have[at] = None if before is None else before + amount
-        assert have == pair, f"shard {node.shard} has {have} of {scope_key}, the catalogue says {pair}"
+        catalogue, state = self.catalogue.state, node.machine.state
+        reset: set[ScopeKey] = set()
+        coming: dict[ScopeKey, list[int]] = {}
+        for event in self.nodes[0].events[state.catalogue_version :]:
+            if isinstance(event, SliceGranted):
+                if event.shard == node.shard:
+                    amounts = coming.setdefault((event.scope, event.id), [0, 0])
+                    amounts[0] += event.bytes
+                    amounts[1] += event.blocks
+            else:
+                reset |= _sets_limit(event)
+        for scope_key, held in catalogue.held.items():
+            if scope_key in reset:
+                continue  # the shard knows another limit; what it has will be looked at anew
+            usage = find_usage(state, *scope_key)
+            assert usage is not None
+            limit = limit_of(catalogue, *scope_key)
+            pair = granted(catalogue, scope_key)[node.shard]
+            for number, one in state.outstanding.items():
+                if number > catalogue.returns_taken[node.shard] and (one.scope, one.id) == scope_key:
+                    take_effect(pair, effect(one, held.made_seq, held.since, limit, pair), one.kept)
+            have = [
+                None if budget is None else budget + more
+                for budget, more in zip(
+                    (usage.budget_bytes, usage.budget_blocks), coming.get(scope_key, (0, 0)), strict=True
+                )
+            ]
+            assert have == pair, f"shard {node.shard} has {have} of {scope_key}, the catalogue says {pair}"
 
     def check_replay(self) -> None:
         """Whoever applies the same events, from the start or from a snapshot, has the same state."""
@@ -311,10 +321,12 @@ class Realm:
             assert restored.digest() == digest
 
 
-def _sets_limit(event: Any, scope_key: ScopeKey) -> bool:
-    scope, id = scope_key
-    if scope is SwitchScope.tenant:
-        return isinstance(event, TenantPut | TenantDeleted) and event.tenant == id
-    if scope is SwitchScope.group:
-        return isinstance(event, GroupPut | GroupDeleted) and event.group == id
-    return isinstance(event, StoragePut | StorageDeleted) and event.storage == id
+def _sets_limit(event: Any) -> set[ScopeKey]:
+    """The scopes whose limit the event may change."""
+    if isinstance(event, TenantPut | TenantDeleted):
+        return {(SwitchScope.tenant, event.tenant)}
+    if isinstance(event, GroupPut | GroupDeleted):
+        return {(SwitchScope.group, event.group)}
+    if isinstance(event, StoragePut | StorageDeleted):
+        return {(SwitchScope.storage, event.storage)}
+    return set()
