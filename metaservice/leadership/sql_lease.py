@@ -34,8 +34,8 @@ The races, and what settles each:
   own count, only, perhaps, the patience of others. A take-over that may or may not have been committed shows
   in the next view. A take-over that the server executes late checks the beat at that moment, under the lock.
 - *A candidate that stops in the middle* would keep the holder's row locked and so hold its renewals up. Every
-  transaction therefore limits on the server how long it may idle, wait and run: the server ends it within one
-  timeout, of which the timing law of the lease leaves room for two.
+  transaction therefore limits on the server how long it may idle, wait and run: one that idles is ended
+  after half a timeout, and whoever waited for its locks goes on in time.
 - *A dead life's row* is removed after several ttl, with its beat as condition, and its seats become free in
   the same transaction (ON DELETE SET NULL). If the life wakes up all the same, its renewal waits for that
   transaction, finds no row, and begins anew without seats.
@@ -120,6 +120,11 @@ class SqlLeadership(Leadership):
         self.registered = False
         """Whether this life has renewed, and not closed since."""
         self._superseded = False
+
+    @property
+    def begin(self) -> str:
+        """What begins each of its transactions."""
+        return self._server.begin
 
     async def renew(self, report: Report) -> View:
         async with self._turn:

@@ -60,10 +60,10 @@ class SqlServer:
         self.begin = (
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; "
             f"SET LOCAL lock_timeout = {bound}; SET LOCAL statement_timeout = {bound}; "
-            f"SET LOCAL idle_in_transaction_session_timeout = {bound}"
+            f"SET LOCAL idle_in_transaction_session_timeout = '{timeout_ms // 2}ms'"
         )
         """What every transaction starts with: one simple query. The bounds free the locks of a client that
-        stopped in the middle."""
+        stopped in the middle, soon enough for somebody who waits for them to get them within one timeout."""
 
     async def transact(self, doing: str, unit: Callable[[Connection], Awaitable[T]]) -> T:
         """The result of `unit`, committed. It starts over at the next server when one fails, so it must be

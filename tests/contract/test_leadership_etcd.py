@@ -16,7 +16,7 @@ from metaservice.leadership.etcd import EtcdLeadership, EtcdSettings
 from metaservice.leadership.port import Holder, Report, View
 from tests.contract.leadership_benches import REPORT, TIMEOUT_MS, EtcdBench, new_life
 
-CALL_MAX_S = 2 * TIMEOUT_MS / 1000 + 0.25
+CALL_MAX_S = 2 * TIMEOUT_MS / 1000 + 0.5
 """What a call may take at most, and a little for a machine that is busy."""
 MINE = {0: Holder("a", "http://a")}
 
@@ -208,9 +208,9 @@ async def test_d4_a_frozen_member_costs_one_deadline_once(three: tuple[LocalEtcd
         view, took_s = await timed(a)
         assert view.holders == MINE
         assert took_s < CALL_MAX_S
-        slow += took_s > TIMEOUT_MS / 2_000
+        slow += took_s > TIMEOUT_MS / 1_000
         view, took_s = await timed(a)
-        assert took_s < TIMEOUT_MS / 2_000, "the next call goes to the member that answered"
+        assert took_s < TIMEOUT_MS / 1_000, "the next call goes to the member that answered"
         member.thaw()
         await asyncio.sleep(0.3)
     assert slow <= 1, "once it has found the leader it asks nobody else"
