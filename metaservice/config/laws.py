@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-from metaservice.config.secrets import SECRETS
+from metaservice.config.secrets import HIDDEN, SECRETS, redact
 from metaservice.config.settings import CLOCK_STEP_MS, SETTINGS, Config, ConfigError, Setting, value_of
 
 DRIFT_SHARE = 50
@@ -81,6 +81,29 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     _Checks(config, origins or {}).run()
 
 
+def dsn_fault(url: str) -> str:
+    """What keeps a text from being the URL of a database, '' when nothing does. Says nothing of what is in
+    it: it has a password."""
+    scheme, separator, _ = url.partition("://")
+    if scheme not in DSN_SCHEMES or not separator:
+        return f"it does not begin with {DSN_SCHEMES[0]}://"
+    if redact(url) == HIDDEN:
+        return "it cannot be taken apart: of the password, write @ : / ? # [ ] and % as %40, %3A and so on"
+    parts = urlsplit(url)
+    named = dict(parse_qsl(parts.query))
+    addresses = parts.netloc.rpartition("@")[2]
+    hosts = named["host"].split(",") if "host" in named else addresses.split(",")
+    if any(not host or host.startswith(":") for host in hosts):
+        return "it names no host, or an empty one"
+    if not parts.path.strip("/"):
+        return "it names no database"
+    ports = [address.rpartition("]")[2].partition(":")[2] for address in addresses.split(",")]
+    ports += named.get("port", "").split(",")
+    if not all(not port or (port.isascii() and port.isdigit() and 0 < int(port) < 65_536) for port in ports):
+        return "one of its ports is none"
+    return ""
+
+
 class _Checks:
     def __init__(self, config: Config, origins: Mapping[str, str]) -> None:
         self._config = config
@@ -149,10 +172,10 @@ class _Checks:
             )
         if config.journal == "sqlite" and config.shards > 1:
             self._fail("shards", f"but {self._value('journal')}: the embedded journal holds one shard")
-        if config.postgres_dsn:
-            scheme, separator, rest = config.postgres_dsn.partition("://")
-            if scheme not in DSN_SCHEMES or not separator or not rest.strip("/"):
-                self._fail("postgres_dsn", "expected a URL such as postgresql://user:password@host:5432/name")
+        if config.postgres_dsn and (wrong := dsn_fault(config.postgres_dsn)):
+            self._fail(
+                "postgres_dsn", f"{wrong}; expected a URL such as postgresql://user:password@host:5432/name"
+            )
 
     def _etcd(self) -> None:
         config = self._config

@@ -200,3 +200,46 @@ def test_addresses_that_replicas_may_use() -> None:
 def test_a_database_url_is_shown_without_its_password(url: str, seen: str) -> None:
     assert redact(url) == seen
     assert "pw" not in seen
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://ucm:pw@db:5432/ucm",
+        "postgres://db/ucm",
+        "postgresql://ucm:p%40w@db-1,db-2:6432/ucm?sslmode=require",
+        "postgresql+asyncpg://u:pw@[::1]:5432/ucm",
+        "postgresql:///ucm?host=/run/postgresql&user=x",
+        "postgresql://u@/ucm?host=a,b&port=1,2",
+        "postgresql://u:pw@127.0.0.1:1,127.0.0.1:2/ucm?target_session_attrs=read-write",
+    ],
+)
+def test_urls_of_databases(url: str) -> None:
+    assert load(["--journal", "postgres"], {"UCM_POSTGRES_DSN": url}).config.postgres_dsn == url
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://u:hunter2@h/d", "it does not begin with postgresql://"),
+        ("host=h password=hunter2", "it does not begin with postgresql://"),
+        ("postgresql://u:hun/ter2@h/d", "it cannot be taken apart: of the password, write @"),
+        ("postgresql://u:hun@ter2@h/d", "it cannot be taken apart"),
+        ("postgresql://u:hunter2@[::1/d", "it cannot be taken apart"),
+        ("postgresql://u:hunter2@/d", "it names no host, or an empty one"),
+        ("postgresql://u:hunter2@:5432/d", "it names no host, or an empty one"),
+        ("postgresql://u:hunter2@a,,b/d", "it names no host, or an empty one"),
+        ("postgresql://u:hunter2@h", "it names no database"),
+        ("postgresql://u:hunter2@h/", "it names no database"),
+        ("postgresql://u:hunter2@h:port/d", "one of its ports is none"),
+        ("postgresql://u:hunter2@a:1,b:99999/d", "one of its ports is none"),
+        ("postgresql://u:hunter2@/d?host=a&port=x", "one of its ports is none"),
+    ],
+)
+def test_what_is_no_url_of_a_database_is_told_without_showing_it(url: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(["--journal", "postgres"], {"UCM_POSTGRES_DSN": url})
+    said = str(raised.value)
+    assert said.startswith(f"--postgres-dsn is set (UCM_POSTGRES_DSN); {message}")
+    assert "hunter" not in said
+    assert "ter2" not in said
