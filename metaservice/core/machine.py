@@ -128,9 +128,10 @@ class Machine:
         """Replay one durable event."""
         apply(self.state, self.memory, event)
 
-    def mark_durable(self, seq: int) -> None:
-        """Everything up to this seq is in the journal: readers may see it."""
-        self.memory.reveal(seq)
+    def mark_durable(self, seq: int, now_ms: int | None = None) -> None:
+        """Everything up to this seq is in the journal: readers may see it. A leader says when that came to
+        be (`now_ms`); a replay does not know."""
+        self.memory.reveal(seq, now_ms)
 
     def stand_down(self) -> None:
         """The epoch is over by plan, and the machine says exactly what the journal says: it goes on as a

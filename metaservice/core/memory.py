@@ -95,9 +95,13 @@ class Memory:
             if len(self.touched) < self.limits.hot_summary_max:
                 self.touched[slot] = now_ms
 
-    def reveal(self, durable_seq: int) -> None:
-        """Everything up to this seq is durable: readers may see what it published, bytes it removed may
-        go."""
+    def reveal(self, durable_seq: int, now_ms: int | None = None) -> None:
+        """Everything up to this seq is durable (since `now_ms`): readers may see what it published, bytes it
+        removed may go.
+
+        Followers show a block until its removal reaches them, which is after it is durable, however long
+        that took: what they promised to readers counts from now. A replay has no now; what it finds waits
+        for the take-over."""
         self.durable_seq = durable_seq
         if self.spans:
             self.errander.reveal(durable_seq)
@@ -105,11 +109,12 @@ class Memory:
             self.state.index.reveal(self.unrevealed.popleft()[1])
         while self.undeleted and self.undeleted[0][0] <= durable_seq:
             _, slots, not_before_ms = self.undeleted.popleft()
+            ready_ms = not_before_ms
+            if now_ms is not None:
+                ready_ms = max(not_before_ms, now_ms + self.limits.reclaim_delay_ms)
             # in replay they may be gone (and even in use) again by now
             deleting = self.state.deleting
-            self.deletions.queue(
-                [slot for slot in slots if deleting.get(slot) == not_before_ms], not_before_ms
-            )
+            self.deletions.queue([slot for slot in slots if deleting.get(slot) == not_before_ms], ready_ms)
 
     def watch_session(self, number: int, deadline_ms: int) -> None:
         """The session's deadline is (now) this."""
