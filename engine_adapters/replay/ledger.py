@@ -128,6 +128,8 @@ class Ledger:
         )
 
     def _drop(self, cut: int, end: int) -> float:
+        if cut == end:
+            return 0.0
         before = min(1.0, share_of_possible(self.rows[:cut]))
         return _rounded(before - min(1.0, share_of_possible(self.rows[cut:end])))
 
