@@ -236,14 +236,17 @@ async def run(config: Config) -> None:
         if hints is not None:
             hints.start()
 
+    starting = asyncio.create_task(start(), name="start")
+
     async def life() -> None:
-        """Raises what ends this replica's part in the cluster."""
-        await start()
+        """Ends with what ends this replica's part in the cluster."""
+        await asyncio.shield(starting)
         await replica.failed()
 
     async def leave() -> None:
         app.begin_drain()
         await replica.leave()
+        starting.cancel()
         server.request_stop()
 
     leaving: list[asyncio.Task[None]] = []
@@ -255,17 +258,21 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    living: asyncio.Task[None] | None = None
+    living = asyncio.create_task(life(), name="replica")
     try:
         if not config.replicated:
-            await start()
-        living = asyncio.create_task(replica.failed() if not config.replicated else life(), name="replica")
+            # Alone, nobody can be told anything before it leads, and what is wrong with the journal is wrong
+            # with the start. With others it answers at once: it knows, or will know, who leads.
+            await asyncio.wait([starting])
+            if starting.cancelled():
+                return
+            starting.result()
         living.add_done_callback(lambda _: server.request_stop())
         await server.run_until_stopped(_announce(config, replica))
     finally:
-        await _wind_up(config, replica, hints, peers, living)
+        await _wind_up(config, replica, hints, peers, [living, starting])
         tracer.close()
-    if living.done() and not living.cancelled():
+    if not living.cancelled():
         living.result()
 
 
@@ -274,11 +281,11 @@ async def _wind_up(
     replica: Replica,
     hints: PostgresHints | None,
     peers: Peers,
-    living: "asyncio.Task[None] | None",
+    tasks: "list[asyncio.Task[None]]",
 ) -> None:
-    if living is not None:
-        living.cancel()
-        await asyncio.wait([living])
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
     if hints is not None:
         await hints.close()
     try:

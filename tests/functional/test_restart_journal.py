@@ -156,7 +156,7 @@ def _usage_falls_to(service: ServiceProcess, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "says"),
     [
-        (["--expire-ms", "3000"], 2, "--heartbeat-ms (2000) and --expire-ms (3000) clash"),
+        (["--expire-ms", "3000"], 2, "--heartbeat-ms (2000) and --expire-ms (3000, flag) clash"),
         (["--grace-ms", "0"], 2, "--grace-ms is 0"),
         (["--host", "0.0.0.0"], 1, "is not a loopback address"),
     ],
