@@ -97,9 +97,8 @@ def reads_clock_or_chance(text: str) -> Offences:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = ast.unparse(node.func.value)
-            if node.func.attr in RANDOM_IDS:
-                yield node.lineno, f"calls {owner}.{node.func.attr}"
-            elif node.func.attr in NOW_CALLS and owner.split(".")[0] in {"datetime", "date", "os", "dt"}:
+            clock = node.func.attr in NOW_CALLS and owner.split(".")[0] in {"datetime", "date", "os", "dt"}
+            if clock or node.func.attr in RANDOM_IDS:
                 yield node.lineno, f"calls {owner}.{node.func.attr}"
             elif node.func.attr == "time" and "loop" in owner:
                 yield node.lineno, f"calls {owner}.time"
