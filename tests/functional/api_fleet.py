@@ -26,7 +26,10 @@ from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import open_tracer
 from tests.functional.api_house import LIMITS, House, listening
 
-PACE = Pace(ttl_ms=1_000, renew_ms=200, margin_ms=100, look_ms=30, handover_ms=500, stall_ms=500)
+CALM = Pace(ttl_ms=5_000, renew_ms=500, margin_ms=200, look_ms=30, handover_ms=1_000)
+"""Leases that are not lost because the machine is busy with others."""
+QUICK = Pace(ttl_ms=1_000, renew_ms=200, margin_ms=100, look_ms=30, handover_ms=500)
+"""Leases that run out while a test waits for it."""
 _lives = count(1)
 
 
@@ -51,12 +54,13 @@ class Member(House):
 class Fleet:
     """The replicas by id, and what they share."""
 
-    def __init__(self, shards: int, settings: ApiSettings, limits: Limits) -> None:
+    def __init__(self, shards: int, settings: ApiSettings, limits: Limits, pace: Pace) -> None:
         self.shards = shards
         self.settings = settings
         self.limits = limits
         self.store = MemoryStore()
-        self.elector = MemoryElector(shards, PACE.ttl_ms)
+        self.pace = pace
+        self.elector = MemoryElector(shards, pace.ttl_ms)
         self.members: dict[str, Member] = {}
 
     def __getitem__(self, id: str) -> Member:
@@ -112,7 +116,7 @@ class Fleet:
             self.limits,
             metrics,
             monotonic_s,
-            pace=PACE,
+            pace=self.pace,
             alone=False,
             courier=peers.errand,
         )
@@ -149,9 +153,10 @@ async def open_fleet(
     shards: int = 1,
     settings: ApiSettings | None = None,
     limits: Limits = LIMITS,
+    pace: Pace = CALM,
 ) -> AsyncIterator[Fleet]:
     """Replicas of these ids; all shards are led when this begins."""
-    fleet = Fleet(shards, settings or ApiSettings(), limits)
+    fleet = Fleet(shards, settings or ApiSettings(), limits, pace)
     async with AsyncExitStack() as stack:
         for id in ids:
             await stack.enter_async_context(fleet.member(id, free_port()))

