@@ -62,14 +62,15 @@ class Pipeline:
         self.in_flight = Sealed(first_seq, last_seq, self.epoch, tuple(events), encode_batch(events))
         return self.in_flight
 
-    def committed(self) -> None:
-        """The journal has the batch in flight: readers may see what it says."""
+    def committed(self, now_ms: int) -> None:
+        """The journal has the batch in flight, as of now: readers may see what it says, and what it removed
+        is waited for from now on."""
         sealed = self.in_flight
         assert sealed is not None, "nothing was in flight"
         self.in_flight = None
         self.durable_seq = sealed.last_seq
         self.led = True
-        self.machine.mark_durable(sealed.last_seq)
+        self.machine.mark_durable(sealed.last_seq, now_ms)
 
     @property
     def clean(self) -> bool:

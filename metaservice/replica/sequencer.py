@@ -216,7 +216,7 @@ class Sequencer:
         await self._append(sealed)
         self._appending_s = None
         self.progressed = self.led
-        self.pipeline.committed()
+        self.pipeline.committed(self._now_ms())
         if self._on_durable is not None:
             self._on_durable(sealed.events, sealed.last_seq)
         append_ms = (self._now_s() - started_s) * 1000

@@ -398,7 +398,7 @@ class Seat:
         pipeline = self.pipeline
         assert pipeline is not None and pipeline.in_flight is not None
         first, events = not pipeline.led, pipeline.in_flight.events
-        pipeline.committed()
+        pipeline.committed(self.time.now_ms())
         self.stalled_since_ms = None
         self.journal_ok = True
         if first:
@@ -455,6 +455,11 @@ class Seat:
         for answer in waiting:
             answer(Unavailable(why))
         if pipeline is None:
+            self._read()
+        elif pipeline.clean:
+            pipeline.machine.stand_down()
+            self.tail = Tail(pipeline.machine)
+            self.replica.rebuilt(self.shard)
             self._read()
         else:
             self._load()
