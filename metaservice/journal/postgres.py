@@ -271,10 +271,6 @@ class PostgresJournal(PostgresReader):
         except Unanswered as error:
             self._unknown = FateUnknown(self._where, first_seq, error.reason)
             raise self._unknown from error
-        if self._session.warning:
-            # A commit that was let go before its standby had it says so by a warning, and nothing else.
-            self._unknown = FateUnknown(self._where, first_seq, self._session.warning)
-            raise self._unknown
         if not rows:
             marks = self._marks("appending")
             raise Fenced(self._where, first_seq, epoch, marks.epoch, marks.head_seq)
@@ -287,13 +283,8 @@ class PostgresJournal(PostgresReader):
             raise JournalClosed(self._where)
         try:
             self._session.drop()
-            self._fetch(
-                "settling",
-                self._sql.settle,
-                {"epoch": self._epoch, "token": self._token, "settlings": self._settlings + 1},
-            )
-            if self._session.warning:
-                raise Unanswered(self._where, "settling", self._session.warning)
+            fence = {"epoch": self._epoch, "token": self._token, "settlings": self._settlings + 1}
+            self._session.fetch("settling", self._sql.settle, {"shard": self._shard, **fence}, surely=True)
             marks, records = self._page(first_seq)
         except JournalError as error:
             self._unknown = FateUnknown(self._where, first_seq, f"it cannot be settled yet: {error}")
@@ -310,15 +301,16 @@ class PostgresJournal(PostgresReader):
         return written
 
     def _append(self, values: dict[str, Any], size_bytes: int) -> Rows:
+        run, sql = self._session.fetch, self._sql
         if self._notify and self._session.rest(NOTIFY_EVERY_S):
             try:
-                return self._session.fetch("appending", self._sql.append_and_notify, values, size_bytes)
+                return run("appending", sql.append_and_notify, values, size_bytes, surely=True)
             except JournalError as error:
                 if sqlstate(error.__cause__ or error) != QUEUE_FULL:
                     raise
                 # A listener that reads no more fills the queue of the whole database. Followers poll anyway.
                 self._notify = False
-        return self._session.fetch("appending", self._sql.append, values, size_bytes)
+        return run("appending", sql.append, values, size_bytes, surely=True)
 
     def _check_marks(self, row: asyncpg.Record) -> None:
         head_seq, journal_seq, snapshot_seq = row["head_seq"], row["journal_seq"], row["snapshot_seq"]

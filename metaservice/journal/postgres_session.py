@@ -17,6 +17,7 @@ from metaservice.journal.errors import JournalClosed, JournalUnavailable
 from metaservice.journal.postgres_errors import (
     DRIVER_ERRORS,
     READ_ONLY,
+    Unanswered,
     failed_statement,
     is_answer,
     is_callers,
@@ -47,11 +48,20 @@ class PostgresSession:
         self._connection: Connection | None = None
         self._closed = False
         self._resting = False
-        self.warning = ""
-        """What the server warned of in the last call, '' when it did not."""
+        self._warning = ""
 
-    def fetch(self, doing: str, statement: Statement, values: Mapping[str, Any], size_bytes: int = 0) -> Rows:
-        """The rows of one statement, in a transaction of its own.
+    def fetch(
+        self,
+        doing: str,
+        statement: Statement,
+        values: Mapping[str, Any],
+        size_bytes: int = 0,
+        *,
+        surely: bool = False,
+    ) -> Rows:
+        """The rows of one statement, in a transaction of its own. `surely`: a success that the server warned
+        about is none. A commit that was let go before its standby had it says so by a warning, and nothing
+        else.
 
         Raises JournalFull, JournalBusy, JournalUnavailable or JournalFailed when nothing was done, and
         `Unanswered` when nobody knows.
@@ -61,9 +71,12 @@ class PostgresSession:
                 raise JournalClosed(self._where)
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-            return self._loop.run_until_complete(
+            rows = self._loop.run_until_complete(
                 self._fetch(doing, statement.sql, statement.arguments(values), size_bytes)
             )
+            if surely and self._warning:
+                raise Unanswered(self._where, doing, self._warning)
+            return rows
 
     def drop(self) -> None:
         """Lets the connection go: the next call makes another one."""
@@ -99,7 +112,7 @@ class PostgresSession:
         deadline_ms = self._settings.timeout_ms + size_bytes // BYTES_PER_MS
         for tries in range(1, TRIES + 1):
             connection = await self._connected(doing)
-            self.warning = ""
+            self._warning = ""
             expiry = asyncio.get_running_loop().call_later(deadline_ms / 1000, connection.terminate)
             try:
                 return await self._run(connection, sql, arguments)
@@ -143,7 +156,7 @@ class PostgresSession:
 
     def _heard(self, _: object, message: Any) -> None:
         if message.severity_en == "WARNING":
-            self.warning = message.message
+            self._warning = message.message
 
     def _terminate(self) -> None:
         connection, self._connection = self._connection, None

@@ -175,10 +175,10 @@ class PostgresSnapshotStore:
             self._verified[save] = info
 
     def _chunks(self, session: PostgresSession, save: UUID, info: SnapshotInfo) -> Iterator[bytes]:
-        size = 0
+        size, bytes_max = 0, min(CHUNK_BYTES_MAX, info.size_bytes)
         for number in range(info.chunks):
             values = {"id": save, "number": number}
-            rows = session.fetch("loading a snapshot", self._sql.chunk, values, CHUNK_BYTES_MAX)
+            rows = session.fetch("loading a snapshot", self._sql.chunk, values, bytes_max)
             if not rows:
                 raise CorruptSnapshot(info.location, f"chunk {number} is not there")
             chunk: bytes = rows[0]["payload"]

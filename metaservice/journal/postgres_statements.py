@@ -159,11 +159,13 @@ class Statements:
         )
         # One row is always written, so that its commit waits for the standby where there is one: what was
         # committed before it, the append too, has reached that standby when it returns.
+        # Never lowered: a settling that comes late itself must not open the fence again.
+        raised = func.greatest(shard.c.settlings, _given("settlings"))
         ours = and_(shard.c.epoch == _given("epoch"), shard.c.token == _given("token", Uuid))
         self.settle = Statement(
             update(shard)
             .where(mine)
-            .values(settlings=case((ours, _given("settlings")), else_=shard.c.settlings))
+            .values(settlings=case((ours, raised), else_=shard.c.settlings))
             .returning(shard.c.epoch)
         )
 

@@ -15,16 +15,16 @@ from metaservice.journal.postgres_migrate import migrate
 from metaservice.journal.postgres_settings import PostgresSettings
 
 TIMEOUT_MS = 400
+"""For tests that wait for it to pass."""
 CALL_MAX_S = 2 * TIMEOUT_MS / 1000 + 0.3
 """A connect and a statement, and what a busy machine adds."""
 OURS = "application_name = 'ucm-meta' AND pid <> pg_backend_pid()"
 
 
-def settings_of(dsn: str, *, timeout_ms: int = TIMEOUT_MS) -> PostgresSettings:
+def settings_of(dsn: str, *, timeout_ms: int = 5_000) -> PostgresSettings:
     """Settings for a migrated schema at `dsn`."""
-    settings = PostgresSettings(dsn, timeout_ms=timeout_ms)
-    migrate(settings)
-    return settings
+    migrate(PostgresSettings(dsn, timeout_ms=10_000))
+    return PostgresSettings(dsn, timeout_ms=timeout_ms)
 
 
 @contextmanager

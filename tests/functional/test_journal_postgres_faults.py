@@ -187,7 +187,7 @@ def test_i1_calls_that_are_cut_off_leak_no_connection(server: LocalPostgres, see
 
 
 def test_d4_no_call_hangs_while_every_server_is_stopped(server: LocalPostgres) -> None:
-    settings = settings_of(server.dsn)
+    settings = settings_of(server.dsn, timeout_ms=TIMEOUT_MS)
     with opened(settings) as journal:
         epoch = journal.claim()
         journal.append(1, 1, epoch, body(1))
@@ -205,12 +205,12 @@ def test_d4_no_call_hangs_while_every_server_is_stopped(server: LocalPostgres) -
             refused_soon(lambda: journal.append(2, 2, epoch, body(2)), JournalUnavailable)
         finally:
             server.thaw()
-        get_in(journal, 2, journal.claim(), body(2))
+        get_in(journal, 2, claimed(journal), body(2))
         assert [batch.payload for batch in journal.read(0)] == [body(1), body(2)]
 
 
 def test_d4_an_append_to_a_stopped_server_ends_and_is_settled_when_it_goes_on(server: LocalPostgres) -> None:
-    with opened(settings_of(server.dsn)) as journal:
+    with opened(settings_of(server.dsn, timeout_ms=TIMEOUT_MS)) as journal:
         epoch = journal.claim()
         journal.append(1, 1, epoch, body(1))
         journal.append(2, 2, epoch, body(2))
@@ -226,21 +226,21 @@ def test_d4_an_append_to_a_stopped_server_ends_and_is_settled_when_it_goes_on(se
 
 
 def test_d4_a_stopped_postmaster_stops_only_new_connections(server: LocalPostgres) -> None:
-    settings = settings_of(server.dsn)
+    settings = settings_of(server.dsn, timeout_ms=TIMEOUT_MS)
     with opened(settings) as journal:
         epoch = journal.claim()
         os.kill(server.pids[0], signal.SIGSTOP)
         try:
-            journal.append(1, 1, epoch, body(1))
+            get_in(journal, 1, epoch, body(1))
             refused_soon(lambda: open_reader(settings, 0), JournalUnavailable)
-            journal.append(2, 2, epoch, body(2))
+            get_in(journal, 2, epoch, body(2))
         finally:
             os.kill(server.pids[0], signal.SIGCONT)
 
 
 def test_d4_a_server_stopped_inside_an_append_leaves_no_queue_behind_it(server: LocalPostgres) -> None:
     """It holds the shard's row, so nobody can say; each try must end, here and in the database."""
-    with opened(settings_of(server.dsn)) as journal:
+    with opened(settings_of(server.dsn, timeout_ms=TIMEOUT_MS)) as journal:
         epoch = journal.claim()
         journal.append(1, 1, epoch, body(1))
         server.execute(SLOW_INSERTS)
