@@ -6,7 +6,7 @@ from typing import Any
 
 from . import events as ev
 from .admission import press
-from .escrow import change_limit, find_usage, forget_scope, take_effect
+from .escrow import change_limit, find_usage, take_effect
 from .index import Table
 from .memory import Memory
 from .model import RETIRED_INCARNATIONS, Fingerprint, Quota, SwitchMode, SwitchScope
@@ -28,7 +28,7 @@ def _tenant_put(state: State, memory: Memory, event: ev.TenantPut) -> None:
 
 def _tenant_deleted(state: State, memory: Memory, event: ev.TenantDeleted) -> None:
     memory.forget(state.tenants.pop(event.tenant).usage)
-    forget_scope(state, SwitchScope.tenant, event.tenant)
+    state.held.pop((SwitchScope.tenant, event.tenant), None)
     state.switch_reasons.pop((SwitchScope.tenant, event.tenant), None)
 
 
@@ -60,7 +60,7 @@ def _storage_deleted(state: State, memory: Memory, event: ev.StorageDeleted) -> 
     storage = state.storages.pop(event.storage)
     del state.storage_of[storage.number]
     memory.forget(storage.usage)
-    forget_scope(state, SwitchScope.storage, event.storage)
+    state.held.pop((SwitchScope.storage, event.storage), None)
     state.switch_reasons.pop((SwitchScope.storage, event.storage), None)
 
 
@@ -86,7 +86,7 @@ def _group_deleted(state: State, memory: Memory, event: ev.GroupDeleted) -> None
     group = state.groups.pop(event.group)
     _leave(state, group.storages)
     memory.forget(group.usage)
-    forget_scope(state, SwitchScope.group, event.group)
+    state.held.pop((SwitchScope.group, event.group), None)
     state.switch_reasons.pop((SwitchScope.group, event.group), None)
 
 

@@ -81,14 +81,6 @@ def change_limit(state: State, usage: Usage, made: bool, old: Pair, new: Pair) -
             held.since[at] = state.seq
 
 
-def forget_scope(state: State, scope: SwitchScope, id: str) -> None:
-    """The scope is deleted, and with it what was granted of it. Returns under way keep their numbers only."""
-    state.held.pop((scope, id), None)
-    for number, one in state.outstanding.items():
-        if (one.scope, one.id) == (scope, id):
-            state.outstanding[number] = Returned(number, scope, "", None, None, one.kept, one.version)
-
-
 def granted(state: State, key: ScopeKey) -> list[list[int | None]]:
     """What every shard was granted, by shard; the catalogue's own budget is what it was granted."""
     usage = find_usage(state, *key)
@@ -102,7 +94,7 @@ def effect(
 ) -> Pair:
     """What taking a return does to what its shard was granted (`pair`): the amounts that count, None where
     nothing does. `since`: when each dimension's limit came to be where there had been none."""
-    if not returned.id or returned.version < made_seq:
+    if returned.version < made_seq:
         return None, None
     amounts: list[int | None] = [None, None]
     for at, amount in enumerate((returned.bytes, returned.blocks)):

@@ -198,7 +198,7 @@ class Usage(Struct, frozen=True):
 
 class Returned(Struct, frozen=True, array_like=True):
     """Budget that a data shard gave up and that the catalogue has not taken yet, as far as the shard knows;
-    see `events.SliceReturned`. An `id` of '' is void: its scope went meanwhile, only the number counts."""
+    see `events.SliceReturned`. It keeps its place when its scope goes meanwhile."""
 
     number: int
     scope: SwitchScope

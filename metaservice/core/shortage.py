@@ -14,7 +14,9 @@ from .state import Instance, State, Usage
 def short(state: State, memory: Memory, command: StartWrite) -> bool:
     """Whether asking may help; what the write lacks is noted as wanted."""
     instance = state.instances.get(command.instance)
-    if instance is None or instance.retiring or instance.effective is not None:
+    if instance is None or instance.shard != state.shard:
+        return False
+    if instance.retiring or instance.effective is not None:
         return False
     table = instance.primary if command.group is None else instance.tables.get(command.group)
     if table is None:

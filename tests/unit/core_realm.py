@@ -263,7 +263,7 @@ class Realm:
     def check(self) -> None:
         """Limits hold over all shards, and no budget is lost or doubled."""
         state = self.catalogue.state
-        for scope_key, held in state.held.items():
+        for scope_key in state.held:
             limit = limit_of(state, *scope_key)
             pairs = granted(state, scope_key)
             used = self.used(*scope_key)

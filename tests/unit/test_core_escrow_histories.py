@@ -1,6 +1,6 @@
-"""Seeded histories of several shards: writers everywhere, limits that change, leaders that crash and lose what
-was not durable, messages that are lost, doubled and late. Then all of it heals, and nearly all of every limit
-can be used."""
+"""Seeded histories of several shards: writers everywhere, limits that change, leaders that crash and lose
+what was not durable, messages that are lost, doubled and late. Then all of it heals, and nearly all of every
+limit can be used."""
 
 import random
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class History:
         return self.random.randrange(len(self.realm.nodes))
 
     def write(self) -> None:
-        shard, name = self.shard(), self.random.choice(NAMES)
+        shard = self.shard()
         keys = [key(f"n{self.realm.key_number + row}") for row in range(self.random.choice((1, 4, 20)))]
         self.realm.key_number += len(keys)
         instances = [
@@ -96,9 +96,9 @@ class History:
     def finish(self) -> None:
         if self.open:
             shard, epoch, started = self.open.pop(self.random.randrange(len(self.open)))
-            if epoch == self.realm.nodes[shard].epoch:
-                if started.session in self.realm.nodes[shard].machine.state.sessions:
-                    self.realm.finish(shard, started)
+            node = self.realm.nodes[shard]
+            if epoch == node.epoch and started.session in node.machine.state.sessions:
+                self.realm.finish(shard, started)
 
     def remove(self) -> None:
         shard = self.shard()
@@ -363,5 +363,9 @@ def best_use(realm: Realm, name: str) -> float:
     found = []
     for scope, id, limit in limits:
         used = realm.used(scope, id)
-        found += [have / most for have, most in zip(used, (limit.bytes, limit.blocks)) if most is not None]
+        found += [
+            have / most
+            for have, most in zip(used, (limit.bytes, limit.blocks), strict=True)
+            if most is not None
+        ]
     return max(found, default=1.0)

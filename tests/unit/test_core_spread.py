@@ -1,0 +1,484 @@
+"""How data shards come to know the catalogue, and what they may decide with it."""
+
+from typing import Any
+
+import pytest
+
+from metaservice.core import commands as cmd
+from metaservice.core.capture import restore
+from metaservice.core.events import (
+    HotBlocks,
+    MemberExpired,
+    SessionEnded,
+    StateChecked,
+    TookOver,
+    WriteStarted,
+)
+from metaservice.core.ids import shard_of
+from metaservice.core.machine import Machine
+from metaservice.core.model import EvictionPolicy, Limits, Quota, SwitchMode, SwitchScope
+from metaservice.core.rejections import Rejection
+from metaservice.core.replies import InstanceRegistered
+from metaservice.core.spread import concerns
+from metaservice.core.summary import StateDiverged
+from metaservice.core.views import KINDS
+from tests.sim.fleet import FINGERPRINT, Fleet, key
+from tests.unit.core_realm import LIMITS, Realm
+
+
+def refused(reply: Any) -> str:
+    """The code of a Rejection."""
+    assert isinstance(reply, Rejection), reply
+    return reply.code
+
+
+def registered(machine: Machine) -> list[Any]:
+    """What the machine says of the catalogue, without what only some shard or leader knows."""
+    view = []
+    for kind in KINDS:
+        for one in machine.describe(kind, 0):
+            fields = {name: getattr(one, name) for name in one.__struct_fields__}
+            for name in ("usage", "registered_ms", "silent_ms", "sessions", "status", "overdue_bytes"):
+                fields.pop(name, None)
+            view.append((kind, fields))
+    return view
+
+
+def busy(realm: Realm) -> None:
+    """Everything that can be registered, changed and deleted."""
+    realm.furnish("ab", tenant=Quota(blocks=80), group=Quota(bytes=4_000), capacity_bytes=8_000)
+    realm.put(1, 3)
+    realm.done(0, cmd.PutTenant(tenant="ta", quota=Quota(blocks=100)))
+    realm.done(0, cmd.SetSwitch(scope=SwitchScope.cluster, id="", mode=SwitchMode.read_only, reason="r"))
+    realm.done(0, cmd.SetSwitch(scope=SwitchScope.storage, id="sb", mode=SwitchMode.bypass))
+    for name in ("x", "y", "z"):
+        realm.done(0, cmd.RegisterEngine(engine=name, incarnation="1", instance="a1", rank=3))
+        realm.done(0, cmd.RegisterWorker(worker=f"w{name}", incarnation="1", storages=("sa",)))
+    realm.done(0, cmd.RegisterEngine(engine="x", incarnation="2"))
+    realm.done(0, cmd.Deregister(kind="engine", id="y", incarnation=""))
+    realm.done(0, cmd.Deregister(kind="worker", id="wy", incarnation=""))
+    for shard in range(len(realm.nodes)):
+        realm.done(0, cmd.DeleteInstance(instance=f"b{shard}"))
+    realm.done(0, cmd.SetSwitch(scope=SwitchScope.cluster, id="", mode=SwitchMode.normal))
+
+
+# ---------------------------------------------------------------- taking
+
+
+def test_events_and_the_difference_lead_to_the_same_catalogue() -> None:
+    realm = Realm(3)
+    busy(realm)
+    realm.feed(1)
+    realm.done(2, cmd.SyncCatalogue(view=realm.view()))
+    want = registered(realm.catalogue)
+    assert registered(realm.nodes[1].machine) == registered(realm.nodes[2].machine) == want
+    assert realm.nodes[2].machine.state.catalogue_version == realm.nodes[0].durable
+    assert {node.machine.state.cluster for node in realm.nodes} == {"c0ffee"}
+    assert {node.machine.state.grant_next for node in realm.nodes[2:]} == {realm.catalogue.state.grant_next}
+    realm.check()
+    realm.check_replay()
+
+
+def test_a_shard_that_knows_nothing_takes_the_whole_catalogue() -> None:
+    realm = Realm(2)
+    realm.furnish("ab", tenant=Quota(blocks=80))
+    for shard in range(2):
+        realm.done(0, cmd.DeleteInstance(instance=f"b{shard}"))
+    other = Realm(2)
+    other.nodes[0] = realm.nodes[0]
+    other.done(1, cmd.SyncCatalogue(view=realm.view()))
+    assert registered(other.nodes[1].machine) == registered(realm.catalogue)
+    other.check()
+
+
+def test_c7_messages_that_come_twice_late_or_out_of_turn_change_nothing() -> None:
+    realm = Realm(2)
+    realm.furnish(tenant=Quota(blocks=80))
+    realm.done(0, cmd.PutTenant(tenant="tb"))
+    first = realm.news(1)
+    view = realm.view()
+    realm.done(0, cmd.PutTenant(tenant="tc", quota=Quota(blocks=8)))
+    both = realm.news(1)
+    assert first is not None and both is not None
+    realm.done(1, first)
+    digest = realm.nodes[1].machine.digest()
+    for late in (first, both, cmd.SyncCatalogue(view=view)):
+        before = len(realm.nodes[1].events)
+        realm.done(1, late)
+        assert len(realm.nodes[1].events) == before
+    assert realm.nodes[1].machine.digest() == digest
+    realm.feed(1)
+    assert "tc" in realm.nodes[1].machine.state.tenants
+    realm.check()
+
+
+def test_what_was_deleted_and_made_again_meanwhile_is_not_what_it_was() -> None:
+    realm = Realm(2)
+    realm.furnish("ab", tenant=Quota(blocks=80), capacity_bytes=8_000)
+    realm.done(0, cmd.RegisterEngine(engine="x", incarnation="1"))
+    realm.done(0, cmd.SetSwitch(scope=SwitchScope.group, id="gb", mode=SwitchMode.bypass))
+    realm.feed(1)
+    for shard in range(2):
+        realm.done(0, cmd.DeleteInstance(instance=f"b{shard}"))
+    realm.tick(100)
+    realm.rest(1)
+    realm.tick(100)
+    realm.now_ms += 1_000
+    errands = realm.nodes[1].machine.errands(realm.now_ms)
+    assert errands is not None and [one.instance for one in errands.drained] == ["b1"]
+    realm.done(0, cmd.Settle(errands=errands))
+    realm.tick(100)
+    for command in (
+        cmd.DeleteGroup(group="gb"), cmd.DeleteTenant(tenant="tb"),
+        cmd.PutTenant(tenant="tb", quota=Quota(blocks=16)),
+        cmd.PutGroup(group="gb", tenant="ta", storages=("sa",)),
+        cmd.PutInstance(instance="b1", group="gb", fingerprint=FINGERPRINT, shard=1),
+        cmd.Deregister(kind="engine", id="x", incarnation=""),
+    ):  # fmt: skip
+        realm.done(0, command)
+    realm.done(1, cmd.SyncCatalogue(view=realm.view()))
+    assert registered(realm.nodes[1].machine) == registered(realm.catalogue)
+    assert realm.nodes[1].machine.state.tenants["tb"].usage.budget_blocks == 4
+    assert realm.put(1, 2, "b") == 2
+    realm.check()
+
+
+def test_members_that_expired_and_came_back_meanwhile_are_back() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.now_ms += LIMITS.expire_ms
+    realm.tick()
+    realm.feed(1)
+    assert any(isinstance(one, MemberExpired) for one in realm.nodes[1].events)
+    state = realm.nodes[1].machine.state
+    assert state.engines["e"].expired_ms and state.workers["k"].expired_ms
+    realm.done(0, cmd.RegisterEngine(engine="e", incarnation="1"))
+    realm.done(0, cmd.RegisterWorker(worker="k", incarnation="1", storages=("sa",)))
+    realm.done(1, cmd.SyncCatalogue(view=realm.view()))
+    assert not state.engines["e"].expired_ms and not state.workers["k"].expired_ms
+    assert realm.put(1, 1) == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_replaced_engines_sessions_end_in_every_shard(whole: bool, leaves: bool) -> None:
+    realm = Realm(3)
+    realm.furnish()
+    for shard in range(3):
+        realm.start(shard, 2)
+    if leaves:
+        realm.done(0, cmd.Deregister(kind="engine", id="e", incarnation=""))
+    else:
+        realm.done(0, cmd.RegisterEngine(engine="e", incarnation="2"))
+    for shard in (1, 2):
+        realm.done(shard, cmd.SyncCatalogue(view=realm.view())) if whole else realm.feed(shard)
+    for node in realm.nodes:
+        assert not node.machine.state.sessions
+        assert any(isinstance(one, SessionEnded) and not one.expired for one in node.events)
+        reply = node.machine.execute(
+            cmd.StartWrite(instance=f"a{node.shard}", engine="e", incarnation="1", keys=[key("n")]),
+            realm.now_ms,
+        )[0]
+        assert refused(reply) == "reregister"
+
+
+def test_only_what_data_shards_need_is_passed_on() -> None:
+    realm = Realm(2)
+    busy(realm)
+    realm.start(0, 1)
+    passed = {type(event) for event in realm.nodes[0].events if concerns(event)}
+    kept = {type(event) for event in realm.nodes[0].events} - passed
+    assert TookOver in passed and WriteStarted in kept
+
+
+# ---------------------------------------------------------------- who decides what
+
+
+def test_the_catalogue_is_decided_in_one_place() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    data = realm.nodes[1].machine
+    for command in (cmd.PutTenant(tenant="t"), cmd.RegisterEngine(engine="x", incarnation="1")):
+        with pytest.raises(AssertionError, match="for the catalogue"):
+            data.execute(command, realm.now_ms)
+    with pytest.raises(AssertionError, match="catalogue"):
+        data.read(cmd.Heartbeat(kind="engine", id="e", incarnation="1"), realm.now_ms)
+    with pytest.raises(AssertionError, match="copies of itself"):
+        realm.catalogue.execute(cmd.SyncCatalogue(view=realm.view()), realm.now_ms)
+
+
+def test_members_expire_in_the_catalogue_only() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.now_ms += LIMITS.expire_ms
+    realm.done(1, cmd.Tick())
+    assert not any(isinstance(one, MemberExpired) for one in realm.nodes[1].events)
+    realm.done(0, cmd.Tick())
+    assert any(isinstance(one, MemberExpired) for one in realm.nodes[0].events)
+
+
+def test_instances_are_placed_where_the_fewest_live() -> None:
+    realm = Realm(3)
+    realm.furnish()
+    assert [realm.catalogue.state.instances[f"a{n}"].shard for n in range(3)] == [0, 1, 2]
+    realm.done(0, cmd.DeleteInstance(instance="a1"))
+
+    def place(name: str, **more: Any) -> Any:
+        return realm.send(0, cmd.PutInstance(instance=name, group="ga", fingerprint=FINGERPRINT, **more))
+
+    assert place("x") == InstanceRegistered(True, ("sa",), 1)
+    assert place("y", shard=2).shard == 2
+    assert place("y").shard == 2 and place("y", shard=2).shard == 2
+    assert refused(place("y", shard=1)) == "invalid_field"
+    assert refused(place("z", shard=3)) == "invalid_field"
+    assert realm.catalogue.describe_one("instances", "y", 0).shard == 2  # type: ignore[union-attr]
+
+
+def test_an_instance_is_served_where_it_lives_and_its_ids_say_so() -> None:
+    realm = Realm(3)
+    realm.furnish()
+    started = realm.start(2, 2)
+    assert {shard_of(location) for location in started.locations} == {2}
+    realm.finish(2, started)
+    found = realm.nodes[2].machine.read(cmd.Lookup(instance="a2", keys=[key("n0"), key("n1")]), realm.now_ms)
+    assert found.hits == 2 and list(found.located.locations) == list(started.locations)
+    elsewhere = realm.nodes[1].machine.read(cmd.Lookup(instance="a2", keys=[key("n0")]), realm.now_ms)
+    assert refused(elsewhere) == "instance_unknown" and "shard 2" in elsewhere.message
+
+
+def test_an_instances_quota_holds_from_the_first_copy_on() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.done(
+        0,
+        cmd.PutInstance(instance="q", group="ga", fingerprint=FINGERPRINT, quota=Quota(blocks=3), shard=1),
+    )
+    news = realm.news(1)
+    assert news is not None and len(news.events) == 1, "no second event that could come later"
+    realm.feed(1)
+    command = cmd.StartWrite(
+        instance="q", engine="e", incarnation="1", keys=[key(f"q{row}") for row in range(5)]
+    )
+    assert realm.done(1, command).outcomes.count(0) == 3
+    assert not realm.nodes[1].machine.short(command), "nobody has more of it"
+
+
+# ---------------------------------------------------------------- going
+
+
+def retire(realm: Realm, shard: int) -> None:
+    """The shard's blocks of its instance are removed and deleted."""
+    for _ in range(2):
+        realm.tick(200)
+        for task in (
+            realm.nodes[shard].machine.read(cmd.TakeTasks(worker="k", incarnation="1"), realm.now_ms).tasks
+        ):
+            realm.done(shard, cmd.ConfirmTask(worker="k", incarnation="1", task=task.task))
+
+
+def test_an_instance_goes_once_its_shard_says_that_it_is_empty() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.put(1, 3)
+    realm.tick(2_000)
+    realm.done(0, cmd.DeleteInstance(instance="a1"))
+    realm.rest(2)
+    assert "a1" in realm.catalogue.state.instances, "its bytes are not deleted"
+    retire(realm, 1)
+    realm.tick()
+    realm.rest(1)
+    for node in realm.nodes:
+        assert "a1" not in node.machine.state.instances
+    assert realm.catalogue.state.instances["a0"].shard == 0
+    realm.check()
+    realm.check_replay()
+
+
+def test_an_instance_that_a_crash_fills_again_does_not_go() -> None:
+    realm = Realm(2, auto=False)
+    realm.furnish()
+    realm.put(1, 3)
+    realm.flush(1)
+    realm.tick(2_000)
+    realm.done(0, cmd.DeleteInstance(instance="a1"))
+    realm.flush(0)
+    realm.feed(1)
+    realm.tick()
+    realm.flush(1)
+    retire(realm, 1)
+    realm.tick()
+    realm.now_ms += 1_000
+    errands = realm.nodes[1].machine.errands(realm.now_ms)
+    assert errands is not None and not errands.drained, "that its places are gone is not durable"
+    realm.flush(1)
+    errands = realm.nodes[1].machine.errands(realm.now_ms)
+    assert errands is not None and [one.instance for one in errands.drained] == ["a1"]
+
+
+def test_a_late_word_does_not_let_the_next_instance_of_the_name_go() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.done(0, cmd.DeleteInstance(instance="a1"))
+    realm.feed(1)
+    realm.tick(100)
+    late = realm.nodes[1].machine.errands(realm.now_ms + 1_000)
+    assert late is not None and late.drained
+    realm.now_ms += 2_000
+    realm.rest(1)
+    assert "a1" not in realm.catalogue.state.instances
+    realm.done(0, cmd.PutInstance(instance="a1", group="ga", fingerprint=FINGERPRINT, shard=1))
+    realm.feed(1)
+    realm.put(1, 2)
+    realm.done(0, cmd.DeleteInstance(instance="a1"))
+    realm.done(0, cmd.Settle(errands=late))
+    assert "a1" in realm.catalogue.state.instances
+
+
+def test_a_storage_goes_once_every_shard_says_that_nothing_is_in_it() -> None:
+    realm = Realm(3)
+    realm.furnish()
+    realm.done(0, cmd.PutStorage(storage="new", kind="posix", options={}))
+    realm.put(2, 2)
+    realm.tick(2_000)
+    realm.rest(1)
+
+    def delete() -> str:
+        return getattr(realm.send(0, cmd.DeleteStorage(storage="sa")), "message", "")
+
+    assert "group 'ga'" in delete()
+    realm.done(0, cmd.PutGroup(group="ga", tenant="ta", storages=("new",)))
+    assert "shard 1 has not reported" in delete(), "it may not know yet that the group left"
+    realm.round()
+    realm.round()
+    assert "2 locations of shard 2" in delete()
+    moved = cmd.PutStorage(storage="sa", kind="s3", options={})
+    assert refused(realm.send(0, moved)) == "storage_mismatch"
+    keys = list(realm.nodes[2].machine.state.instances["a2"].primary.slots)
+    realm.done(2, cmd.Remove(instance="a2", keys=keys))
+    retire(realm, 2)
+    realm.round()
+    realm.crash(0)
+    assert "shard 1 has not reported" in delete(), "a new leader was told nothing yet"
+    realm.rest(2)
+    assert delete() == ""
+    realm.rest(1)
+    assert all("sa" not in node.machine.state.storages for node in realm.nodes)
+    realm.check()
+
+
+def test_a_storage_that_a_crash_fills_again_does_not_go() -> None:
+    realm = Realm(2, auto=False)
+    realm.furnish()
+    realm.put(1, 2)
+    realm.done(0, cmd.PutStorage(storage="new", kind="posix", options={}))
+    realm.done(0, cmd.PutGroup(group="ga", tenant="ta", storages=("new",)))
+    realm.flush(0)
+    realm.feed(1)
+    realm.flush(1)
+    realm.tick(2_000)
+    keys = list(realm.nodes[1].machine.state.instances["a1"].primary.slots)
+    realm.done(1, cmd.Remove(instance="a1", keys=keys))
+    realm.flush(1)
+    retire(realm, 1)  # and that is not durable
+    for _ in range(3):
+        realm.now_ms += 1_000
+        errands = realm.nodes[1].machine.errands(realm.now_ms)
+        assert errands is not None
+        settled = realm.done(0, cmd.Settle(errands=errands))
+        realm.done(1, cmd.GiveBudget(settled=settled))
+    assert refused(realm.send(0, cmd.DeleteStorage(storage="sa"))) == "in_use"
+    realm.flush(0)
+    realm.crash(1)
+    assert realm.nodes[1].machine.state.storages["sa"].usage.deleting_blocks == 2
+    retire(realm, 1)
+    realm.flush(1)
+    realm.tick(2_000)
+    retire(realm, 1)
+    realm.flush(1)
+    realm.rest(3)
+    realm.done(0, cmd.DeleteStorage(storage="sa"))
+
+
+# ---------------------------------------------------------------- snapshots, comparison, the end of an epoch
+
+
+def test_a_snapshot_of_another_number_of_shards_is_refused() -> None:
+    realm = Realm(2)
+    realm.furnish(tenant=Quota(blocks=80))
+    chunks = realm.nodes[1].machine.capture()
+    assert Machine.restore(chunks, 1, LIMITS, 2).digest() == realm.nodes[1].machine.digest()
+    for shards in (1, 3):
+        with pytest.raises(ValueError, match="shards"):
+            restore(chunks, LIMITS, shards)
+    with pytest.raises(ValueError, match="shards"):
+        restore(Fleet().machine.capture(), LIMITS, 2)
+
+
+def test_i6_a_replica_that_adds_up_to_something_else_is_found_out() -> None:
+    fleet = Fleet(LIMITS)
+    fleet.put([key("a")])
+    fleet.tick(LIMITS.hot_summary_ms)
+    checks = [row for row, one in enumerate(fleet.events) if isinstance(one, StateChecked)]
+    assert len(checks) == 1
+    fleet.replayed()
+    replica = Machine(0, LIMITS)
+    for event in fleet.events[: checks[0]]:
+        replica.apply(event)
+    replica.state.tenants["t"].usage.bytes += 1
+    with pytest.raises(StateDiverged):
+        replica.apply(fleet.events[checks[0]])
+
+
+def test_states_are_compared_only_when_something_happened() -> None:
+    fleet = Fleet(LIMITS)
+    for _ in range(5):
+        fleet.tick(LIMITS.hot_summary_ms)
+    assert sum(isinstance(one, StateChecked) for one in fleet.events) == 1
+    for name in "abc":
+        fleet.put([key(name)])
+        fleet.tick(1)
+    assert sum(isinstance(one, StateChecked) for one in fleet.events) == 2, "not too often"
+    fleet.tick(LIMITS.hot_summary_ms)
+    assert sum(isinstance(one, StateChecked) for one in fleet.events) == 3
+    assert not any(isinstance(one, HotBlocks) for one in fleet.events), "nothing was looked up"
+
+
+def test_a_leader_that_stands_down_by_plan_is_a_follower() -> None:
+    fleet = Fleet(LIMITS, quota=Quota(blocks=3), eviction=EvictionPolicy.lru, high_permille=1000)
+    fleet.tick(1_000)
+    fleet.put([key("a")])
+    fleet.put([key("b")])
+    fleet.put([key("c")])
+    held = fleet.lookup([key("a"), key("b")], mode="each", lease_ms=500)
+    fleet.remove([key("b"), key("c")])
+    fleet.tick(100)
+    assert [len(task.locations) for task in fleet.take()] == [1], "b is leased"
+    digest = fleet.machine.digest()
+    machine = fleet.machine
+    machine.stand_down()
+    assert machine.digest() == digest and not any(machine.state.index.pins)
+    assert machine.gauges()["leases_held"] == 0
+    fleet.take_over()
+    fleet.done(cmd.RegisterEngine(engine="e1", incarnation="1"))
+    assert fleet.ask(cmd.ReleaseLeases(leases=(held.lease or "",))).outcomes == b"\x03", "unknown"
+    assert fleet.take() == [], "what the leader before promised is waited for"
+    fleet.tick(1_000)
+    assert sum(len(task.locations) for task in fleet.take()) == 2, "what was in work, or leased, is offered"
+    machine.check()
+
+
+def test_d4_readers_of_followers_are_waited_for_from_when_a_removal_is_durable() -> None:
+    fleet = Fleet(LIMITS)
+    fleet.put([key("a")])
+    fleet.tick(2_000)
+    fleet.auto = False
+    fleet.remove([key("a")])
+    fleet.now_ms += 10_000  # the append hung; followers went on showing the block
+    fleet.machine.mark_durable(len(fleet.events), fleet.now_ms)
+    assert fleet.take() == []
+    fleet.now_ms += LIMITS.reclaim_delay_ms
+    assert [len(task.locations) for task in fleet.take()] == [1]
+
+
+def test_limits_name_the_round_of_errands() -> None:
+    assert Limits().errand_ms == 500
