@@ -315,6 +315,10 @@ async def test_bytes_go_only_after_their_removal_is_durable(any_bench: Bench) ->
         assert shard.read(take).tasks == []
         any_bench.gate.free()
         await removing
+        # whoever was told of the block while the append hung counts from now
+        any_bench.clock.value_ms += LIMITS.reclaim_delay_ms - 1
+        assert shard.read(take).tasks == []
+        any_bench.clock.value_ms += 1
         tasks = (await shard.take_tasks(take, 2_000)).tasks  # type: ignore[union-attr]
         assert sum(len(task.locations) for task in tasks) == 3
 
