@@ -220,7 +220,8 @@ def test_d4_an_append_to_a_stopped_server_ends_and_is_settled_when_it_goes_on(se
             refused_soon(lambda: journal.resolve(3, body(3)), FateUnknown)
         finally:
             server.thaw()
-        written = journal.resolve(3, body(3))
+        until(lambda: not unavailable(journal.head))
+        written = settled(journal, 3, body(3))
         assert journal.head() == (3 if written else 2)
         get_in(journal, journal.head() + 1, epoch, body("next"))
 
@@ -417,6 +418,15 @@ def claimed(journal: PostgresJournal) -> int:
             return journal.claim()
         except (JournalUnavailable, JournalBusy):
             continue
+
+
+def settled(journal: PostgresJournal, seq: int, payload: bytes) -> bool:
+    """Whether it is in, once that can be said."""
+    while True:
+        try:
+            return journal.resolve(seq, payload)
+        except FateUnknown:
+            time.sleep(0.01)
 
 
 def count(server: LocalPostgres) -> int:
