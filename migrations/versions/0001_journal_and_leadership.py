@@ -94,7 +94,15 @@ def upgrade() -> None:
         schema=schema,
         postgresql_with={"fillfactor": "50"},
     )
-    op.create_index("replica_name", "replica", ["replica"], schema=schema)
+    # Of two processes that start under one name, one has to supersede the other.
+    op.create_index(
+        "replica_name",
+        "replica",
+        ["replica"],
+        unique=True,
+        schema=schema,
+        postgresql_where=sa.text("NOT superseded"),
+    )
     op.create_table(
         "seat",
         sa.Column("shard", sa.Integer, primary_key=True, autoincrement=False),
