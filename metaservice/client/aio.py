@@ -113,10 +113,11 @@ class AsyncClient(AsyncOperators):
                 reply = await trip.endpoint.transport.exchange(trip.request(), trip.until_ms, call.repeatable)
                 return calling.judged(call, trip, reply)
             except CallFailed as failed:
-                calling.go_on(call, trip, failed)
+                pause_ms = calling.go_on(call, trip, failed)
             except asyncio.CancelledError:
                 trip.abandon()
                 raise
+            await asyncio.sleep(pause_ms / 1_000)
 
     # -- engines and workers
 
@@ -345,7 +346,7 @@ class AsyncClient(AsyncOperators):
                 reply = await trip.endpoint.transport.exchange(trip.request(), trip.until_ms, ask.repeatable)
                 reply = admin.passed(reply)
             except CallFailed as failed:
-                self._calling.ask_on(trip, failed)
+                await asyncio.sleep(self._calling.ask_on(trip, failed) / 1_000)
             else:
                 trip.arrived()
                 return reply

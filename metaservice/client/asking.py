@@ -7,6 +7,7 @@ meanwhile.
 import logging
 from collections.abc import Callable
 from random import Random
+from time import sleep
 from typing import TypeVar
 
 from .breaker import Backoff
@@ -67,7 +68,7 @@ class Asking:
                 reply = trip.endpoint.transport.exchange(trip.request(), trip.until_ms, call.repeatable)
                 result = understood(call, reply, trip.asked_ms)
             except CallFailed as failed:
-                trip.go_on(failed)
+                sleep(trip.go_on(failed) / 1_000)
             else:
                 trip.arrived()
                 return result

@@ -118,11 +118,11 @@ class Calling(Generic[X]):
         call.after(result, self.keeps)
         return result
 
-    def go_on(self, call: Call[Any], trip: Trip[X], failed: CallFailed) -> None:
-        """A replica did not do what was asked: `trip` is on its way to the next. Raises CallFailed when it
-        is over."""
+    def go_on(self, call: Call[Any], trip: Trip[X], failed: CallFailed) -> int:
+        """A replica did not do what was asked: `trip` is on its way to the next, after a pause of so many
+        ms. Raises CallFailed when it is over."""
         try:
-            trip.go_on(failed)
+            return trip.go_on(failed)
         except CallFailed as final:
             self._learn(call, trip, final)
             raise
@@ -229,10 +229,11 @@ class Calling(Generic[X]):
         except CallFailed as failed:
             raise client_error(failed) from None
 
-    def ask_on(self, trip: Trip[X], failed: CallFailed) -> None:
-        """A replica did not answer an operator: `trip` is on its way to the next. Raises ClientError."""
+    def ask_on(self, trip: Trip[X], failed: CallFailed) -> int:
+        """A replica did not answer an operator: `trip` is on its way to the next, after a pause of so many
+        ms. Raises ClientError when it is over."""
         try:
-            trip.go_on(failed)
+            return trip.go_on(failed)
         except CallFailed as final:
             raise client_error(final) from None
 

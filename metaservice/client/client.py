@@ -112,7 +112,7 @@ class Client(Operators):
                 reply = trip.endpoint.transport.exchange(trip.request(), trip.until_ms, call.repeatable)
                 return calling.judged(call, trip, reply)
             except CallFailed as failed:
-                calling.go_on(call, trip, failed)
+                sleep(calling.go_on(call, trip, failed) / 1_000)
 
     # -- engines and workers
 
@@ -339,7 +339,7 @@ class Client(Operators):
                 reply = trip.endpoint.transport.exchange(trip.request(), trip.until_ms, ask.repeatable)
                 reply = admin.passed(reply)
             except CallFailed as failed:
-                self._calling.ask_on(trip, failed)
+                sleep(self._calling.ask_on(trip, failed) / 1_000)
             else:
                 trip.arrived()
                 return reply

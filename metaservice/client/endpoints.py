@@ -28,6 +28,12 @@ _FAILURES_MAX = 2
 _PAUSE_MS_MAX = 1_000
 """It is tried again this soon, for it may lead again."""
 _NEVER_SLOW_MS = 1 << 62
+PATIENCE_MS = 600
+"""When leadership moves on purpose, nobody leads for a moment. Calls wait for that, this long after the first
+of them found nobody; after that it is an outage, and they fail at once."""
+_OUTAGE_MS_MAX = 10_000
+"""Nobody was found so long ago that it says nothing about now."""
+_MOVING_PAUSE_MS = 20
 
 
 class Endpoint(Generic[X]):
@@ -71,7 +77,8 @@ class Endpoints(Generic[X]):
         self._make = make
         self._retire = retire
         first = [Endpoint(url, config, make, configured=True) for url in config.urls]
-        new_random().shuffle(first)  # else all clients would ask the first one named
+        self._random = new_random()
+        self._random.shuffle(first)  # else all clients would ask the first one named
         self.all: Sequence[Endpoint[X]] = tuple(first)
         self.several = len(first) > 1
         """Whether there is more than one: with one alone there is nothing to choose."""
@@ -79,11 +86,13 @@ class Endpoints(Generic[X]):
         self._leaders: dict[Route, Endpoint[X]] = {}
         self._homes: dict[Route, Route] = {}
         self._held_until_ms: dict[tuple[Route, bool], int] = {}
+        self._moving_since_ms: dict[Route, int] = {}
         self._lock = Lock()
 
     def after_fork(self) -> None:
         """Another process: nothing known of the replicas' health, no lock held."""
         self._lock = Lock()
+        self._random = new_random()
         for endpoint in self.all:
             endpoint.breaker.after_fork()
 
@@ -128,6 +137,8 @@ class Endpoints(Generic[X]):
             if self._held_until_ms:
                 self._held_until_ms.pop((route, False), None)
                 self._held_until_ms.pop((route, True), None)
+            if self._moving_since_ms:
+                self._moving_since_ms.pop(route, None)
 
     def failed(self, endpoint: Endpoint[X], asked_ms: int, now_ms: int, why: str) -> None:
         """`endpoint` gave no answer that could be used."""
@@ -188,7 +199,19 @@ class Endpoints(Generic[X]):
             self._current = self.all[0]
         self._retire(gone.transport)
 
-    # -- pauses that were asked for
+    # -- pauses
+
+    def moving_pause_ms(self, route: Route, rounds: int, now_ms: int) -> int:
+        """How long a call that found nobody to lead, `rounds` times before, is to wait before it asks again;
+        0: no longer."""
+        route = self._homes.get(route, route)
+        since_ms = self._moving_since_ms.get(route, 0)
+        if now_ms - since_ms > _OUTAGE_MS_MAX:
+            if len(self._moving_since_ms) >= ROUTES_MAX:
+                self._moving_since_ms.clear()
+            since_ms = self._moving_since_ms[route] = now_ms
+        pause_ms = round((_MOVING_PAUSE_MS << min(rounds, 3)) * self._random.uniform(0.5, 1.0))
+        return pause_ms if now_ms + pause_ms < since_ms + PATIENCE_MS else 0
 
     def hold(self, route: Route, writes: bool, until_ms: int) -> None:
         """No calls about `route` before `until_ms`; with `writes`, only no writes."""

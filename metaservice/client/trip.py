@@ -24,6 +24,8 @@ _NOT_DONE = frozenset({REFUSED_CONNECTION, OVERLOADED})
 _MAYBE_DONE = frozenset({TIMEOUT, CONNECTION_LOST, PROTOCOL, NOT_READY})
 """After these the replica may have done what was asked: only what may be repeated is asked again."""
 
+_MOVING = frozenset({NOT_LEADER, NOT_READY})
+
 
 class Asked(Protocol):
     """What a trip has to know of a call."""
@@ -46,7 +48,7 @@ class Trip(Generic[X]):
     went with `arrived` or `go_on`, or `abandon`.
 
     A replica that may hang gets only a part of the time while there are others to ask. No replica is
-    asked the same thing twice, but the one that the others name as the leader.
+    asked twice, unless all are well and none leads: that is so while leadership moves, and is waited for.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class Trip(Generic[X]):
         "_cause",
         "_deadline_ms",
         "_endpoints",
+        "_rounds",
         "_sending",
         "_straight",
         "_what",
@@ -73,6 +76,7 @@ class Trip(Generic[X]):
         self._straight = sending.straight
         self._asked: tuple[Endpoint[X], ...] = ()
         self._cause: CallFailed | None = None
+        self._rounds = 0
         self.heard = False
         """Whether a replica answered, whatever it said: then the service is there."""
         self.asked_ms = sent_ms
@@ -107,9 +111,9 @@ class Trip(Generic[X]):
         """The caller waits no longer."""
         self.endpoint.breaker.abandoned()
 
-    def go_on(self, failed: CallFailed) -> None:
-        """The replica did not do it: go on to the next. Raises the failure of the call when there is none,
-        or none in time."""
+    def go_on(self, failed: CallFailed) -> int:
+        """The replica did not do it: go on to the next, after a pause of so many ms. Raises the failure of
+        the call when there is none, or none in time."""
         here, now = self.endpoint, now_ms()
         self.heard |= bool(failed.status) and failed.failure not in UNHEALTHY
         if self._endpoints.several:
@@ -120,9 +124,27 @@ class Trip(Generic[X]):
         if failed.failure in UNHEALTHY and self._cause is None:
             self._cause = failed
         following = self._following(failed, now) if now < self._deadline_ms else None
+        if following is not None:
+            self._go(following, now)
+            return 0
+        if self._cause is None and failed.failure in _MOVING:
+            return self._once_more(failed, now)
+        raise self._cause or failed
+
+    def _once_more(self, failed: CallFailed, now: int) -> int:
+        """Nobody leads, and all are well: ask all again in a moment."""
+        pause_ms = self._endpoints.moving_pause_ms(self._what.route, self._rounds, now)
+        then = now + pause_ms
+        if not pause_ms or then >= self._deadline_ms:
+            raise failed
+        self._rounds += 1
+        self._asked = ()
+        following, straight = self._endpoints.first(self._what.route, then)
         if following is None:
-            raise self._cause or failed
-        self._go(following, now)
+            raise failed
+        self._straight = self._sending.straight and straight
+        self._go(following, then)
+        return pause_ms
 
     def _following(self, failed: CallFailed, now: int) -> Endpoint[X] | None:
         """Whom to ask next."""
@@ -145,6 +167,7 @@ class Trip(Generic[X]):
             if self._straight and not leader.reached and not leader.configured:
                 self._straight = False  # its address is not for us, so the others must pass it on
                 return self.endpoint
+            self._cause = self._cause or failed  # it leads and does not answer: that is no move
         return endpoints.other(self._asked, now)
 
     def _go(self, endpoint: Endpoint[X], now: int) -> None:

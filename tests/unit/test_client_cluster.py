@@ -4,12 +4,13 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from metaservice.client import AsyncClient, Client, ClientConfig, ClientError, DeleteTask, LookupResult
-from metaservice.client.endpoints import ENDPOINTS_MAX
+from metaservice.client.endpoints import ENDPOINTS_MAX, PATIENCE_MS
 from metaservice.wire.schemas import LeaseOutcome, StorageRef
 from tests.unit.client_cluster import KEYS, FakeCluster, cluster
 from tests.unit.client_peers import Request, good, peer, problem
@@ -305,16 +306,46 @@ def test_shard_that_nobody_leads_is_a_miss_at_once_and_asked_again_soon() -> Non
     with cluster() as house, Client(house.config()) as client:
         house.leads[1] = None
         house.retry_after_ms = 60_000
-        assert client.lookup("i1", KEYS).failure == "rejected:not_ready"
-        assert set(house.asked("lookup")) == {0, 1, 2}, "somebody may know more"
         began = time.monotonic()
+        assert client.lookup("i1", KEYS).failure == "rejected:not_ready"
+        assert time.monotonic() - began < PATIENCE_MS / 1_000 + SLACK_S
+        assert set(house.asked("lookup")) == {0, 1, 2}, "somebody may know more"
+        began, before = time.monotonic(), len(house.asked("lookup"))
         assert {client.lookup("i1", KEYS).failure for _ in range(100)} == {"breaker_open"}
         assert time.monotonic() - began < 0.3
-        assert len(house.asked("lookup")) == 3
+        assert len(house.asked("lookup")) == before < 40
         assert client.lookup("i0", KEYS).hits == 8, "only that shard is left alone"
         house.leads[1] = 0
         time.sleep(0.65)
         assert client.lookup("i1", KEYS).hits == 8
+
+
+@both
+def test_leadership_that_moves_is_waited_for_in_the_call(look: Look) -> None:
+    """A planned handover: for a moment nobody leads, or the two name each other. No call fails of it."""
+
+    def move() -> None:
+        for leader in (None, 2, None, 1):
+            time.sleep(0.15)
+            house.leads[1] = leader
+            house.astray = {0: 1} if leader == 2 else {}
+
+    with cluster() as house:
+        mover = Thread(target=move)
+        mover.start()
+        results = look(house.config(), 1_500)
+        mover.join()
+        assert {result.failure for result in results} == {None}
+
+
+@both
+def test_outage_is_waited_for_only_at_its_beginning(look: Look) -> None:
+    with cluster() as house:
+        house.leads[1] = None
+        began = time.monotonic()
+        results = look(house.config(), 300)
+        assert time.monotonic() - began < PATIENCE_MS / 1_000 + SLACK_S
+        assert None not in {result.failure for result in results}
 
 
 def test_writes_that_retry_outlast_an_election() -> None:
@@ -361,8 +392,8 @@ def test_replicas_that_name_each_other_end_in_a_miss(look: Look) -> None:
         began = time.monotonic()
         (result,) = look(house.config(), 1)
         assert result.failure == "rejected:not_leader"
-        assert time.monotonic() - began < SLACK_S
-        assert sum(house.count()) <= 4
+        assert time.monotonic() - began < PATIENCE_MS / 1_000 + SLACK_S
+        assert sum(house.count()) <= 40
 
 
 @both
