@@ -17,7 +17,7 @@ from metaservice.core.events import (
 from metaservice.core.machine import Machine
 from metaservice.core.model import EvictionPolicy, Limits, Quota, SwitchScope
 from metaservice.core.rejections import Rejection
-from metaservice.core.replies import CatalogueView, Settled, Started
+from metaservice.core.replies import CatalogueView, Give, Settled, Started
 from metaservice.core.spread import concerns
 from metaservice.core.state import ScopeKey
 from tests.sim.fleet import FINGERPRINT, key
@@ -330,3 +330,29 @@ def _sets_limit(event: Any) -> set[ScopeKey]:
     if isinstance(event, StoragePut | StorageDeleted):
         return {(SwitchScope.storage, event.storage)}
     return set()
+
+
+TENANT = (SwitchScope.tenant, "ta")
+
+
+def slices(realm: Realm, at: int = 1, scope: ScopeKey = TENANT) -> list[int | None]:
+    """What each shard may use of a scope, as the shards say."""
+    usages = [find_usage(node.machine.state, *scope) for node in realm.nodes]
+    assert None not in usages
+    return [(one.budget_bytes, one.budget_blocks)[at] for one in usages if one is not None]
+
+
+def limit(realm: Realm, quota: Quota) -> None:
+    """The operator sets the tenant's limit."""
+    realm.lowered.add(TENANT)
+    realm.done(0, cmd.PutTenant(tenant="ta", quota=quota))
+
+
+def give(realm: Realm, shard: int, *gives: Give) -> None:
+    """The shard is asked to give, whatever the catalogue thinks."""
+    realm.done(shard, cmd.GiveBudget(settled=Settled(0, 0, 0, 0, (), gives)))
+
+
+def blocks(amount: int, evict: bool = False) -> Give:
+    """So many blocks of the tenant's."""
+    return Give(*TENANT, 0, amount, evict)
