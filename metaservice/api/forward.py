@@ -80,7 +80,9 @@ class Forwarder:
         if request.query:
             target += f"?{request.query.decode('latin-1')}"
         headers = [header for header in request.headers if header[0] in _PASSED_ON]
-        sending = Sending(request.method, target, headers, request.body, wait_ms)
+        # A HEAD is asked as a GET: how long the body would be is told too, and it is left out on the way.
+        method = "GET" if request.method == "HEAD" else request.method
+        sending = Sending(method, target, headers, request.body, wait_ms)
         answer = await self._asked(request, shard, sending)
         if answer is None:
             return None

@@ -98,6 +98,19 @@ async def test_a_write_moves_its_shards_seq_and_no_others() -> None:
         assert beat.headers["x-ucm-seq"].startswith("0/")
 
 
+async def test_another_server_tells_the_same_headers() -> None:
+    """The application without our own connection in front, as ASGI."""
+    async with open_house() as house:
+        await house.furnish()
+        body = {"keys": [key(0).hex()]}
+        ours = await house.send("POST", "/v1/instances/m1/lookup", body)
+        transport = httpx.ASGITransport(house.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            theirs = await client.post("/v1/instances/m1/lookup", json=body)
+        assert theirs.content == ours.content
+        assert theirs.headers["x-ucm-seq"] == ours.headers["x-ucm-seq"]
+
+
 async def test_tasks_and_unknown_places_of_every_shard() -> None:
     limits = Limits(reclaim_delay_ms=0, late_write_ms=0, lease_ms_min=50, lease_ms_max=300)
     async with open_house(limits=limits, shards=3) as house:
