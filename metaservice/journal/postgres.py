@@ -285,13 +285,13 @@ class PostgresJournal(PostgresReader):
             self._session.drop()
             fence = {"epoch": self._epoch, "token": self._token, "settlings": self._settlings + 1}
             self._session.fetch("settling", self._sql.settle, {"shard": self._shard, **fence}, surely=True)
+            self._settlings += 1
             marks, records = self._page(first_seq)
         except JournalError as error:
             self._unknown = FateUnknown(self._where, first_seq, f"it cannot be settled yet: {error}")
             raise self._unknown from error
         if first_seq <= marks.trimmed_seq:
             raise FateUnknown(self._where, first_seq, "it would have been trimmed meanwhile")
-        self._settlings += 1
         self._unknown = None
         found = records[0] if records else None
         written = found is not None and found.first_seq == first_seq and found.payload == payload

@@ -48,6 +48,7 @@ class PostgresSession:
         self._connection: Connection | None = None
         self._closed = False
         self._resting = False
+        self._expired = False
         self._warning = ""
 
     def fetch(
@@ -112,15 +113,17 @@ class PostgresSession:
         deadline_ms = self._settings.timeout_ms + size_bytes // BYTES_PER_MS
         for tries in range(1, TRIES + 1):
             connection = await self._connected(doing)
-            self._warning = ""
-            expiry = asyncio.get_running_loop().call_later(deadline_ms / 1000, connection.terminate)
+            self._warning, self._expired = "", False
+            expiry = asyncio.get_running_loop().call_later(deadline_ms / 1000, self._expire, connection)
             try:
                 return await self._run(connection, sql, arguments)
             except DRIVER_ERRORS as error:
-                if is_callers(error):
-                    raise
                 if not is_answer(error) or sqlstate(error) == READ_ONLY or self._settings.pooler:
                     self._terminate()
+                if is_callers(error):
+                    raise
+                if self._expired:
+                    raise Unanswered(self._where, doing, f"no answer within {deadline_ms} ms") from error
                 if not is_retried(error) or tries == TRIES:
                     raise failed_statement(error, self._where, doing, deadline_ms) from error
             finally:
@@ -162,6 +165,10 @@ class PostgresSession:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.terminate()
+
+    def _expire(self, connection: Connection) -> None:
+        self._expired = True
+        connection.terminate()
 
     def _rested(self) -> None:
         self._resting = False

@@ -21,6 +21,7 @@ from metaservice.journal.postgres import PostgresJournal
 from metaservice.journal.postgres_migrate import check_cluster, migrate
 from metaservice.journal.postgres_settings import PostgresSettings
 from metaservice.journal.sqlite import SqliteJournal
+from metaservice.replica.cut import cut
 from tests.functional.cli_house import ROOT, UCM_META, Ran, ucm_meta
 from tests.unit.replica_house import FINGERPRINT, chain, finish_of, start_of
 
@@ -191,6 +192,38 @@ def test_a_dump_is_the_events_one_a_line(house: House) -> None:
     assert house.dumped("--from", str(house.head_seq + 1)) == []
     assert events[-1]["event"] == "write_finished"
     assert chain(1, 10 * (ROUNDS - 1))[0].hex() in json.dumps(events)
+
+
+@pytest.mark.parametrize("store", ["sqlite", "postgres"])
+@pytest.mark.parametrize("tenants", [0, 2])
+def test_d6_an_empty_journal_is_cut_verified_and_dumped(
+    store: str, tenants: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    journal: Journal = SqliteJournal(tmp_path / "journal.sqlite", 0)
+    where = {"UCM_DATA": str(tmp_path)}
+    if store == "postgres":
+        settings = PostgresSettings(request.getfixturevalue("postgres"))
+        migrate(settings)
+        check_cluster(settings, 1)
+        journal = PostgresJournal(settings, 0, "r1")
+        where = {"UCM_POSTGRES_DSN": settings.dsn}
+    journal.open()
+    machine = Machine(0, Limits())
+    for number in range(tenants):
+        first_seq = machine.seq + 1
+        _, events = machine.execute(cmd.PutTenant(tenant=f"t{number}"), 1)
+        journal.append(first_seq, machine.seq, journal.claim(), encode_batch(events))
+        machine.mark_durable(machine.seq)
+    for _ in range(2):
+        assert cut(journal, 0, 1) == machine.seq
+    journal.close()
+    ran = ucm_meta("journal", "verify", "--json", **where)
+    assert ran.returncode == 0
+    (report,) = json.loads(ran.stdout)["shards"]
+    assert (report["head_seq"], report["faults"]) == (machine.seq, [])
+    assert [snapshot["seq"] for snapshot in report["snapshots"]] == [machine.seq]
+    ran = ucm_meta("journal", "dump", **where)
+    assert (ran.returncode, len(ran.stdout.splitlines())) == (0, machine.seq)
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:

@@ -216,7 +216,8 @@ def test_d4_an_append_to_a_stopped_server_ends_and_is_settled_when_it_goes_on(se
         journal.append(2, 2, epoch, body(2))
         server.freeze()
         try:
-            refused_soon(lambda: journal.append(3, 3, epoch, body(3)), FateUnknown)
+            said = refused_soon(lambda: journal.append(3, 3, epoch, body(3)), FateUnknown)
+            assert f"no answer within {TIMEOUT_MS} ms" in said
             refused_soon(lambda: journal.resolve(3, body(3)), FateUnknown)
         finally:
             server.thaw()
@@ -440,12 +441,13 @@ def waiting_pids(server: LocalPostgres, event: str) -> list[int]:
     return [int(row) for row in rows.split()]
 
 
-def refused_soon(call: Callable[[], object], error: type[Exception], within_s: float = CALL_MAX_S) -> None:
-    """It raises this, and ends within a connect's and a statement's deadline."""
+def refused_soon(call: Callable[[], object], error: type[Exception], within_s: float = CALL_MAX_S) -> str:
+    """It raises this, and ends within a connect's and a statement's deadline; its message."""
     begun = time.monotonic()
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         call()
     assert time.monotonic() - begun < within_s
+    return str(caught.value)
 
 
 def tried(server: LocalPostgres, sql: str) -> str:
