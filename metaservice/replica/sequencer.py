@@ -87,6 +87,7 @@ class Sequencer:
         self._wake = asyncio.Event()
         self._stopping = False
         self._appending_s: float | None = None
+        self._full = False
         self._leases_expired = 0
         self._tasks_expired = 0
 
@@ -107,8 +108,11 @@ class Sequencer:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the append in flight has not come through; 0 when there is none."""
-        return 0.0 if self._appending_s is None else self._now_s() - self._appending_s
+        """For how long the append in flight has not come through; 0 when there is none, and when the journal
+        answers that it is full: it would be as full for any other replica."""
+        if self._appending_s is None or self._full:
+            return 0.0
+        return self._now_s() - self._appending_s
 
     # ------------------------------------------------------------ callers
 
@@ -214,7 +218,7 @@ class Sequencer:
         self._count(sealed.events)
         started_s = self._appending_s = self._now_s()
         await self._append(sealed)
-        self._appending_s = None
+        self._appending_s, self._full = None, False
         self.progressed = self.led
         self.pipeline.committed(self._now_ms())
         if self._on_durable is not None:
@@ -238,8 +242,10 @@ class Sequencer:
                     journal.append, sealed.first_seq, sealed.last_seq, sealed.epoch, sealed.payload
                 )
             except (JournalFull, JournalBusy) as error:
+                self._full = isinstance(error, JournalFull)
                 self._refuse_waiting(str(error))
             except JournalUnavailable as error:
+                self._full = False
                 # it may be gone for hours: whoever is in the batch asks again, and finds the first answer
                 self._refuse_waiting(str(error), self._in_flight)
             except FateUnknown as error:

@@ -122,15 +122,20 @@ def new_client(port: int) -> Client:
 def set_up(port: int) -> None:
     """One tenant, storage, group and instance, whose blocks have one part."""
     with new_client(port) as client:
-        client.put_tenant("bench")
-        client.put_storage("local", "posix", {"root": "/nowhere"})
-        client.put_group("bench", "bench", ["local"])
-        fingerprint = {
-            "model": "bench", "revision": "1", "kv_dtype": "bf16", "block_size_tokens": 16,
-            "key_length": KEY_LENGTH, "hash_scheme": "sha256", "hash_seed": "0",
-            "parts": [{"name": "tp0", "bytes": 2 << 20}],
-        }  # fmt: skip
-        client.put_instance(INSTANCE, "bench", fingerprint)
+        set_up_with(client)
+
+
+def set_up_with(client: Client) -> None:
+    """The same, through a client."""
+    client.put_tenant("bench")
+    client.put_storage("local", "posix", {"root": "/nowhere"})
+    client.put_group("bench", "bench", ["local"])
+    fingerprint = {
+        "model": "bench", "revision": "1", "kv_dtype": "bf16", "block_size_tokens": 16,
+        "key_length": KEY_LENGTH, "hash_scheme": "sha256", "hash_seed": "0",
+        "parts": [{"name": "tp0", "bytes": 2 << 20}],
+    }  # fmt: skip
+    client.put_instance(INSTANCE, "bench", fingerprint)
 
 
 def chain(number: int, count: int, first: int = 0) -> list[bytes]:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench.bench_bare import BareServer
 from tests.bench.bench_clients import Cell, Figures, Fleet
+from tests.bench.bench_failover import failover_facts
 from tests.bench.bench_lag import loop_lag
 from tests.bench.bench_postgres import postgres_facts
 from tests.bench.bench_report import CallRow, Fact, Report
@@ -108,11 +109,12 @@ def measure(plan: Plan, directory: Path, say: "Progress") -> Report:
 
 
 def measure_backend(plan: Plan, directory: Path, say: "Progress") -> Report:
-    """Only what another journal changes."""
+    """Only what a shared journal and other replicas change."""
+    facts = postgres_facts(directory, 3 * plan.seconds, plan.repeats, say)
+    facts += failover_facts(plan.blocks, say)
     return Report(
-        machine=machine_of(directory), quick=plan.quick, repeats=plan.repeats, blocks=0, calls=[],
-        facts=postgres_facts(directory, 3 * plan.seconds, plan.repeats, say),
-    )  # fmt: skip
+        machine=machine_of(directory), quick=plan.quick, repeats=plan.repeats, blocks=0, calls=[], facts=facts
+    )
 
 
 def turns(repeats: int) -> Iterator[int]:
