@@ -12,7 +12,7 @@ from typing import Any
 
 from metaservice.cli.local.cluster import LocalCluster
 from metaservice.cli.local.replicas import LocalReplica, Settings
-from metaservice.client import AsyncClient, ClientConfig
+from metaservice.client import AsyncClient, ClientConfig, LookupResult
 
 TTL_S = 2.0
 FAST: Settings = {
@@ -28,6 +28,7 @@ FAST: Settings = {
 KEY_LENGTH = 16
 CHAIN_BLOCKS = 4
 RETRY_MS = 15_000
+ANSWER_WITHIN_S = 10.0
 FINGERPRINT: dict[str, Any] = {
     "model": "m",
     "revision": "r",
@@ -167,15 +168,25 @@ class Writers:
 
 
 async def lost(cluster: LocalCluster, load: Load) -> list[str]:
-    """Acknowledged chains that a lookup at the end does not find whole."""
+    """Acknowledged chains that a lookup does not find whole. Lookups that nobody answered are asked again: a
+    planned handover may be under way."""
     gone = []
     async with client(cluster, timeout_ms=5_000) as reader:
         for instance, chains in load.acked.items():
             for keys in chains:
-                found = await reader.lookup(instance, keys)
+                found = await _answered(reader, instance, keys)
                 if found.failure is not None or found.hits != len(keys):
                     gone.append(f"{instance}: {keys[0].hex()}: {found.failure or found.hits}")
     return gone
+
+
+async def _answered(reader: AsyncClient, instance: str, keys: list[bytes]) -> LookupResult:
+    until_s = time.monotonic() + ANSWER_WITHIN_S
+    while True:
+        found = await reader.lookup(instance, keys)
+        if found.failure is None or time.monotonic() > until_s:
+            return found
+        await asyncio.sleep(0.05)
 
 
 async def eventually(check: Callable[[], bool], within_s: float) -> float:
