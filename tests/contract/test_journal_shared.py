@@ -189,18 +189,18 @@ def test_what_was_settled_cannot_come_in_late(postgres_bench: PostgresBench) -> 
     journal = postgres_bench.impatient_journal()
     journal.open()
     epoch = journal.claim()
-    append_to(journal, epoch, 1, 1)
+    append_to(journal, epoch, 1, 2)  # both ways of appending are prepared: what is held is the append itself
     held = postgres_bench.backends()
     postgres_bench.proxy.hold()
     with pytest.raises(FateUnknown):
-        journal.append(2, 2, epoch, body(2))
-    assert journal.resolve(2, body(2)) is False
+        journal.append(3, 3, epoch, body(3))
+    assert journal.resolve(3, body(3)) is False
     assert set(held) <= set(postgres_bench.backends())
     postgres_bench.proxy.let_go()
     postgres_bench.await_gone(held)
-    assert journal.head() == 1
-    journal.append(2, 2, epoch, body(77))
-    assert [batch.payload for batch in journal.read(1)] == [body(77)]
+    assert journal.head() == 2
+    journal.append(3, 3, epoch, body(77))
+    assert [batch.payload for batch in journal.read(2)] == [body(77)]
 
 
 def test_a_settling_that_was_lost_is_made_again(postgres_bench: PostgresBench) -> None:
