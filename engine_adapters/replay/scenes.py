@@ -146,7 +146,10 @@ class Cluster(Scene):
 
     async def restored(self) -> None:
         self._unavailable_ms = await self.site.unavailable_ms()
-        self.note(f"{await self.site.leader()} took over; lookups failed for {self._unavailable_ms} ms")
+        self.note(
+            f"{await self.site.leader()} took over; lookups failed for {self._unavailable_ms} ms,"
+            f" with a request each {OUTAGE_PACE_S * 1_000:.0f} ms"
+        )
         await asyncio.sleep(BREAKER_PAUSE_MS_MAX / 1_000)
 
     def figures(self, ledger: Ledger, ideal_hit_rate: float, audit: Audit, seconds: float) -> Figures:

@@ -4,12 +4,21 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from metaservice.client import AsyncClient, Client, ClientConfig, ClientError, DeleteTask, LookupResult
+from metaservice.client import (
+    AsyncClient,
+    Client,
+    ClientConfig,
+    ClientError,
+    DeleteTask,
+    LookupResult,
+    endpoints,
+)
 from metaservice.client.endpoints import ENDPOINTS_MAX, PATIENCE_MS
 from metaservice.wire.schemas import LeaseOutcome, StorageRef
 from tests.unit.client_cluster import KEYS, FakeCluster, cluster
@@ -425,6 +434,60 @@ def test_addresses_that_were_learned_are_bounded() -> None:
         house.addresses.clear()
         house.astray = {}
         assert client.lookup("i0", KEYS).hits == 8
+
+
+@both
+@pytest.mark.parametrize(
+    "facts",
+    [
+        None,
+        [],
+        {},
+        {"shard": "1", "leader": 5},
+        {"shard": -5, "leader": "http://127.0.0.1:9\r\nX: y"},
+        {"shard": 1 << 70, "leader": "http://127.0.0.1:9"},
+        {"shard": 1, "leader": "http://user@127.0.0.1:9"},
+        {"shard": 1, "leader": "http://127.0.0.1:99999"},
+        {"shard": 1, "leader": "http://" + "a" * 70_000},
+        {"shard": 1, "leader": "ftp://127.0.0.1/"},
+    ],
+    ids=repr,
+)
+def test_nonsense_about_a_leader_is_a_miss(
+    look: Look, facts: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever answers there: it costs a miss, in time, and leads nowhere that is no address."""
+    monkeypatch.setattr(endpoints, "PATIENCE_MS", 50)
+
+    def tell(request: Request) -> None:
+        request.send(problem(421, "not_leader", facts=facts))
+
+    with peer(tell) as one, peer(tell) as other:
+        for url in (one.url, (one.url, other.url)):
+            began = time.monotonic()
+            results = look(ClientConfig(url=url, timeout_ms=1_000), 3)
+            assert time.monotonic() - began < 3 + SLACK_S
+            assert {result.hits for result in results} == {0}
+            assert "internal" not in {result.failure for result in results}
+            assert None not in {result.failure for result in results}
+
+
+def test_many_threads_find_the_way_round_a_stopped_leader() -> None:
+    with cluster() as house, Client(house.config(connections_max=32)) as client:
+        assert client.lookup("i1", KEYS).hits == 8
+        house.stopped.add(1)
+        house.leads[1] = 2
+
+        def ask(_: int) -> tuple[str | None, float]:
+            began = time.monotonic()
+            return client.lookup("i1", KEYS).failure, time.monotonic() - began
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(ask, range(320)))
+    assert {failure for failure, _ in answers} == {None}
+    slow = [took_s for _, took_s in answers if took_s > HALF_S / 2]
+    assert len(slow) <= 17, "each thread at most once"
+    assert max(slow) < HALF_S + SLACK_S
 
 
 # -- settings
