@@ -24,7 +24,8 @@ FAULTS = (
     "crash", "crash", "crash_leader", "crash_leader", "pause", "pause_leader", "pause_leader", "isolate",
     "isolate_leader", "cut_journal", "cut_journal", "cut_elector", "cut_clients", "noise", "noise", "clock",
     "clock", "clock", "slow_follower", "no_hints", "journal_stalls", "journal_down", "journal_full",
-    "elector_stalls", "elector_down", "snapshot", "snapshot", "snapshot", "hand_over", "hand_over",
+    "shard_held_up", "shard_held_up", "elector_stalls", "elector_down", "snapshot", "snapshot", "snapshot",
+    "hand_over", "hand_over",
 )  # fmt: skip
 
 
@@ -227,6 +228,13 @@ def journal_full(world: World, _: Random) -> None:
     world.heap.after(500, setattr, world.store, "full", False)
 
 
+def shard_held_up(world: World, rng: Random) -> None:
+    """Something holds the row of a shard: its appends take long, some so long that nobody waits for them."""
+    shard = rng.randrange(world.shards)
+    world.held_up_ms[shard] = rng.choice((60, 250, 350))
+    world.heap.after(rng.choice((400, 1_200)), lambda: world.held_up_ms.pop(shard, None))
+
+
 def stalling(name: str) -> Callable[[World, Random], None]:
     """A server stands still; what was sent to it is done when it goes on."""
 
@@ -274,6 +282,7 @@ ACTS: dict[str, Callable[[World, Random], None]] = {
     "journal_stalls": stalling("store"),
     "journal_down": failing("store"),
     "journal_full": journal_full,
+    "shard_held_up": shard_held_up,
     "elector_stalls": stalling("elector"),
     "elector_down": failing("elector"),
     "snapshot": snapshot,

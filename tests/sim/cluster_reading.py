@@ -29,7 +29,7 @@ class Reading:
         self.deployment = rng.choice(self.world.deployments)
         self.shard = self.world.home(self.deployment.name)
         self.keys = chain(self.deployment, rng)
-        self.lease_ms = rng.choice((0, 200, 800, LIMITS.lease_ms_max))
+        self.lease_ms = rng.choice((0, 200, 800, LIMITS.lease_ms_max, LIMITS.lease_ms_max))
         self.promise: Promise | None = None
         self.lease = ""
         if rng.random() < 0.25:

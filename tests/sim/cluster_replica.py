@@ -74,12 +74,16 @@ class Replica(Host):
         self.world.started(self)
         self.seats = [Seat(self, shard) for shard in range(self.world.shards)]
         self.spread = Spread(self)
-        self._renew()
+        self._keep_renewing()
         self._judge()
         if self.world.shards > 1:
             self.spread.start()
 
     # ------------------------------------------------------------ the lease
+
+    def _keep_renewing(self) -> None:
+        self._renew()
+        self.after(RENEW_MS, self._keep_renewing)
 
     def _renew(self) -> None:
         sent_ms = self.clock.mono_ms
@@ -96,7 +100,6 @@ class Replica(Host):
             lambda result: self._renewed(result, sent_ms),
             TIMEOUT_MS,
         )
-        self.after(RENEW_MS, self._renew)
 
     def _renewed(self, result: Any, sent_ms: int) -> None:
         if result is SILENCE or sent_ms < self._renewed_ms:
@@ -161,9 +164,11 @@ class Replica(Host):
             seat.acquired()
 
     def resign(self, shard: int, successor: str) -> None:
-        """Let go of a shard at the elector."""
+        """Let go of a shard at the elector. What was seen before says no longer who leads."""
+        self.view = None
         elector, life = self.world.elector, self.incarnation
         self.world.net.send(self, elector, elector.resign, life, shard, successor)
+        self.after(5, self._renew)
 
     def leader(self, shard: int) -> str:
         """Who leads, as far as we know; "" for nobody."""

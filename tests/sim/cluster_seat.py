@@ -349,7 +349,8 @@ class Seat:
         call, who, store = self._calls, f"{self.replica.name}/{self.replica.life}", self.world.store
 
         def serve(answer: Answer) -> None:
-            store.after(self.world.commit_ms(), lambda: answer(store.append(self.shard, batch, who, call)))
+            wait_ms = self.world.commit_ms(self.shard)
+            store.after(wait_ms, lambda: answer(store.append(self.shard, batch, who, call)))
 
         self.world.net.call(
             self.replica, store, serve, lambda result: self._appended(result, batch, turn), APPEND_MS_MAX

@@ -51,6 +51,8 @@ class World:
         """Batches that one read of the journal brings."""
         self.slow_ms = rng.choice((1, 1, 1, 30, 150))
         """How slow the database's disk is at most."""
+        self.held_up_ms: dict[int, int] = {}
+        """Shard -> how long something holds its appends up."""
         self.trace: Callable[[str], None] | None = None
         self.heap = Heap()
         self.net = Net(self.heap, Random(rng.getrandbits(64)))
@@ -137,9 +139,9 @@ class World:
         """The shard where an instance lives."""
         return int(instance[1:]) % self.shards if instance[0] == "p" else self._homes[instance]
 
-    def commit_ms(self) -> int:
+    def commit_ms(self, shard: int) -> int:
         """How long the database takes over one append."""
-        return int(self.rng.random() * self.slow_ms)
+        return int(self.rng.random() * self.slow_ms) + self.held_up_ms.get(shard, 0)
 
     def _told(self, shard: int, batch: Any) -> None:
         self.witness.told(shard, batch)
@@ -226,8 +228,3 @@ class World:
         if live != used:
             raise Violation(f"I1: {who} has {used} places of shard {shard} in use, the journal {live}")
         machine.check()
-
-    def parts(self, instance: str) -> tuple[str, ...]:
-        """The names of the parts of an instance's blocks."""
-        found = [each for each in self.deployments if each.name == instance]
-        return tuple(found[0].parts("full")) if found else ("tp0",)

@@ -5,11 +5,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from .operators import Step, plan, play
-from .planted import PLANTED, Planted
+from .planted import Planted
 from .world import World
 
+S = TypeVar("S")
 HERE = Path(__file__).resolve().parent
 SECONDS_MAX = 20
 """A history takes a tenth of a second. One that takes so long will not end."""
@@ -28,10 +30,15 @@ def _ring(_signal: int, _frame: FrameType | None) -> None:
 
 def failure(seed: int, steps: list[Step], prepare: Callable[[World], None] | None = None) -> Exception | None:
     """What goes wrong in a history, None when nothing does."""
+    return broken(lambda: play(seed, steps, prepare))
+
+
+def broken(run: Callable[[], object]) -> Exception | None:
+    """What a call breaks with, None when it ends well. One that never ends is ended."""
     before = signal.signal(signal.SIGALRM, _ring)
     signal.setitimer(signal.ITIMER_REAL, SECONDS_MAX)
     try:
-        play(seed, steps, prepare)
+        run()
     except Exception as error:  # whatever the machine breaks with is a finding
         return error
     finally:
@@ -46,16 +53,21 @@ def kind(error: Exception) -> str:
 
 
 def shortened(seed: int, steps: list[Step]) -> list[Step]:
-    """The history without acts that the failure does not need (delta debugging, bounded)."""
-    error = failure(seed, steps)
+    """The history without acts that the failure does not need."""
+    return shorten(steps, lambda fewer: failure(seed, fewer), SHRINK_TRIES_MAX)
+
+
+def shorten(steps: list[S], failure_of: Callable[[list[S]], Exception | None], tries_max: int) -> list[S]:
+    """The steps without those that the failure does not need (delta debugging, bounded)."""
+    error = failure_of(steps)
     assert error is not None, "only a failing history can be shortened"
     wanted, tries, size = kind(error), 0, len(steps) // 2
-    while size and tries < SHRINK_TRIES_MAX:
+    while size and tries < tries_max:
         at = 0
-        while at < len(steps) and tries < SHRINK_TRIES_MAX:
+        while at < len(steps) and tries < tries_max:
             fewer = steps[:at] + steps[at + size :]
             tries += 1
-            again = failure(seed, fewer)
+            again = failure_of(fewer)
             if again is not None and kind(again) == wanted:
                 steps = fewer
             else:
@@ -90,7 +102,12 @@ def commit() -> str:
 
 def regressions() -> list[int]:
     """Seeds that once found something."""
-    lines = (HERE / "seeds.txt").read_text(encoding="utf-8").splitlines()
+    return seeds_of("seeds.txt")
+
+
+def seeds_of(name: str) -> list[int]:
+    """The seeds in a file beside this one: one a line, then a remark."""
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
     return [int(line.split()[0]) for line in lines if line.strip() and not line.startswith("#")]
 
 
@@ -103,8 +120,3 @@ def caught_by(bug: Planted, first: int = 1, seeds: int = PLANTED_SEEDS_MAX) -> i
         if found is not None and failure(seed, steps) is None:
             return seed
     return None
-
-
-def planted() -> dict[str, int | None]:
-    """Planted bug -> the seed that catches it."""
-    return {name: caught_by(bug) for name, bug in PLANTED.items()}
