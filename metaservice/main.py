@@ -74,12 +74,13 @@ def make_stores(config: Config) -> Stores:
         notify=config.postgres_notify,
     )
     secret = {DSN_VARIABLE: config.postgres_dsn}
+    way = [str(settings.timeout_ms), "pooler" if settings.pooler else "direct"]
     numbers = range(config.shards)
     return Stores(
         [PostgresJournal(settings, number, config.replica) for number in numbers],
         [
             _snapshot_keeper(
-                config, ["postgres", config.postgres_schema, str(number), str(config.shards)], secret
+                config, ["postgres", settings.schema, str(number), str(config.shards), *way], secret
             )
             for number in numbers
         ],

@@ -42,9 +42,12 @@ def cut(reader: JournalReader, shard: int, shards: int) -> int:
 
 def main(arguments: list[str]) -> int:
     """See the module."""
-    kind, where, shard, shards = arguments
+    kind, where, shard, shards, *way = arguments
     if kind == "postgres":
-        settings = PostgresSettings(os.environ[DSN_VARIABLE], where)
+        timeout_ms, through = way
+        settings = PostgresSettings(
+            os.environ[DSN_VARIABLE], where, int(timeout_ms), pooler=through == "pooler"
+        )
         reader: JournalReader = postgres.open_reader(settings, int(shard))
     else:
         reader = sqlite.open_reader(Path(where), int(shard))
