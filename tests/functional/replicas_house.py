@@ -68,7 +68,10 @@ class One:
             courier=house.carry,
             keepers=[
                 SnapshotKeeper(
-                    ["-m", "metaservice.replica.cut", "postgres", "ucm", str(number), str(house.shards), "2000", "direct"],
+                    [
+                        *("-m", "metaservice.replica.cut", "postgres", "ucm"),
+                        *(str(number), str(house.shards), "2000", "direct"),
+                    ],
                     environment={"UCM_POSTGRES_DSN": house.settings.dsn},
                     batches_max=house.snapshot_batches,
                     check_s=0.2,
