@@ -188,15 +188,19 @@ class Client(Operators):
         parent: bytes | None = None,
         lease_ms: int = 0,
         renew: bool = False,
+        staleness_ms_max: int | None = None,
         timeout_ms: int | None = None,
     ) -> LookupResult:
         """Which of these blocks are readable, and where; modes `prefix`, `window`, `state`, `each`.
 
         With `lease_ms` the blocks found stay readable so long; with `renew` the lease is renewed in the
         background until `release` (no longer than the config's `keep_ms_max`). What is returned is one
-        answer of one moment: a later call may say less, and then only that counts.
+        answer of one moment: a later call may say less, and then only that counts. With `staleness_ms_max`
+        (never with a lease) any replica may answer whose state is no older.
         """
-        call = Lookup(instance, keys, mode, group, window_blocks, limit, parent, lease_ms, renew)
+        call = Lookup(
+            instance, keys, mode, group, window_blocks, limit, parent, lease_ms, renew, staleness_ms_max
+        )
         return self._run(call, timeout_ms)
 
     def start_write(

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
+from msgspec import UNSET
 from msgspec.msgpack import Decoder
 
 from metaservice.wire.columns import packed
@@ -32,7 +33,18 @@ _TTL_MS_MAX = 2**31
 class Lookup(Call[LookupResult]):
     """`POST /v1/instances/{id}/lookup`."""
 
-    __slots__ = ("group", "instance", "keys", "lease_ms", "limit", "mode", "parent", "renew", "window_blocks")
+    __slots__ = (
+        "group",
+        "instance",
+        "keys",
+        "lease_ms",
+        "limit",
+        "mode",
+        "parent",
+        "renew",
+        "staleness_ms_max",
+        "window_blocks",
+    )
 
     def __init__(
         self,
@@ -45,6 +57,7 @@ class Lookup(Call[LookupResult]):
         parent: bytes | None,
         lease_ms: int,
         renew: bool,
+        staleness_ms_max: int | None,
     ) -> None:
         self.instance = instance
         self.keys = keys
@@ -55,10 +68,12 @@ class Lookup(Call[LookupResult]):
         self.parent = parent
         self.lease_ms = lease_ms
         self.renew = renew
+        self.staleness_ms_max = staleness_ms_max
 
     @property
     def route(self) -> Route:
-        return self.instance
+        # Whoever answers such a question is asked again, be it the leader or not. No instance has this name.
+        return self.instance if self.staleness_ms_max is None else f"?{self.instance}"
 
     def nothing(self) -> LookupResult | None:
         return None if self.keys else LookupResult(asked=0, cut="none")
@@ -72,6 +87,7 @@ class Lookup(Call[LookupResult]):
             limit=self.limit,
             parent=self.parent,
             lease_ms=self.lease_ms,
+            staleness_ms_max=self.staleness_ms_max,
         )
         if self.lease_ms and who.kind == "engine" and who.incarnation:
             # The lease is then the engine's, and a repeated call gets this lease and no second one.
@@ -118,7 +134,14 @@ class Lookup(Call[LookupResult]):
             state=self._state(reply, hits),
             epoch=reply.epoch,
             seq=reply.seq,
+            staleness_ms=self._staleness(reply),
         )
+
+    def _staleness(self, reply: LookupReply) -> int:
+        """How old the answer may be. Only who allowed it may get an old one."""
+        if reply.staleness_ms is UNSET:
+            return 0
+        return between(reply.staleness_ms, 0, self.staleness_ms_max or 0, "staleness_ms")
 
     def _hit_keys(self, reply: LookupReply, hits: int, start: int) -> tuple[list[bytes], bytes]:
         if self.mode != "each":

@@ -105,7 +105,8 @@ class LookupResult(Places, kw_only=True):
     `cut` says what ended the run: `none`, `miss`, `limit` or `switch`; `cut_at` is the index of the
     first asked key not returned; `switch` the switch that held. With a `lease` the blocks stay readable
     until `lease_deadline_ms`, counted from before the call was sent. `state` is the one state block at
-    the end of the run in mode `state`.
+    the end of the run in mode `state`. `epoch` and `seq` say of which state of its shard the answer
+    is, and `staleness_ms` how old that may be: 0 unless the question allowed more.
     """
 
     asked: int
@@ -121,6 +122,7 @@ class LookupResult(Places, kw_only=True):
     state: Places | None = None
     epoch: int = 0
     seq: int = 0
+    staleness_ms: int = 0
     failure: str | None = None
     detail: str = ""
 

@@ -150,6 +150,19 @@ def test_a7_write_through_a_fail_over_is_allocated_once(cluster: LocalCluster) -
         eventually(lambda: blocks_used(operator, instance) == written, 30)
 
 
+def test_follower_answers_who_allows_it_to_be_behind(cluster: LocalCluster) -> None:
+    instance = instance_of(1)
+    keys = new_keys(6)
+    follower = next(one for one in cluster.replicas if one is not cluster.leader(1))
+    with client_of(cluster) as client, client_of(cluster, url=follower.url) as reader:
+        registered(client, "behind")
+        write(client, instance, keys)
+        eventually(lambda: reader.lookup(instance, keys, staleness_ms_max=1_000).hits == 6, 5)
+        assert len(reader._calling.endpoints.all) == 1, "it was told of no leader"
+        assert reader.lookup(instance, keys).hits == 6
+        assert len(reader._calling.endpoints.all) == 2
+
+
 def test_c12_what_a_dead_engine_was_writing_is_free_for_others(cluster: LocalCluster) -> None:
     """Others are told how long to wait, may write everything else at once, and the same keys soon."""
     instance = instance_of(1)

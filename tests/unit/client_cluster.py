@@ -28,6 +28,9 @@ class FakeCluster:
         self.addresses: dict[int, str] = {}
         """What a replica calls itself, where that is not how it is reached."""
         self.retry_after_ms = 200
+        self.behind: set[int] = set()
+        """Replicas that are too far behind to answer anything themselves."""
+        self.staleness_ms = 30
         self.peers = [self._replica(number) for number in range(replicas)]
 
     def _replica(self, number: int, port: int = 0) -> Peer:
@@ -67,6 +70,10 @@ class FakeCluster:
         for peer in self.peers:
             peer.close()
 
+    def stale(self, number: int, leader: int | None) -> dict[str, int]:
+        """What a follower adds to an answer."""
+        return {} if number == leader else {"staleness_ms": self.staleness_ms, "applied_seq": 1}
+
     def _behave(self, number: int, request: Request) -> None:
         if number in self.stopped:
             silent(request)
@@ -75,14 +82,21 @@ class FakeCluster:
         else:
             shard = shard_asked(request)
             leader = self.astray.get(number, self.leads[shard])
-            if leader is None:
+            if leader is None and not may_be_old(request):
                 reply = problem(503, "not_ready", retry_after_ms=self.retry_after_ms)
-            elif leader != number and request.direct:
+            elif may_be_old(request) and number not in self.behind:
+                reply = http(msgspec.msgpack.encode(answer_of(shard, request) | self.stale(number, leader)))
+            elif leader is not None and leader != number and request.direct:
                 url = self.addresses.get(leader, self.peers[leader].url)
                 reply = problem(421, "not_leader", facts={"shard": shard, "leader": url})
             else:
                 reply = http(msgspec.msgpack.encode(answer_of(shard, request)))
             request.send(reply)
+
+
+def may_be_old(request: Request) -> bool:
+    """Whether a follower may answer."""
+    return request.verb == "lookup" and request.fields.get("staleness_ms_max") is not None
 
 
 def shard_asked(request: Request) -> int:

@@ -197,6 +197,22 @@ def test_cluster_tells_of_shards_and_members() -> None:
         assert client.cluster().failure == "protocol"
 
 
+def test_questions_that_allow_old_answers_are_answered_by_any_replica() -> None:
+    with cluster() as house, Client(house.config()) as client:
+        house.kill(1)
+        for _ in range(5):
+            found = client.lookup("i1", KEYS, staleness_ms_max=100)
+            assert (found.failure, found.hits, found.staleness_ms) == (None, 8, 30)
+        assert len(set(house.asked("lookup"))) == 1, "who answered is asked again"
+        house.staleness_ms = 101
+        assert client.lookup("i1", KEYS, staleness_ms_max=100).failure == "protocol", "older than allowed"
+        house.start(1)
+        house.behind = {0, 1, 2}
+        found = client.lookup("i1", KEYS, staleness_ms_max=100)
+        assert (found.failure, found.hits, found.staleness_ms) == (None, 8, 0), "then it is the leader's"
+        assert house.asked("lookup")[-1] == 1
+
+
 # -- replicas that are gone
 
 
