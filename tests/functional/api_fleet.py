@@ -24,7 +24,7 @@ from metaservice.replica.node import Replica
 from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import open_tracer
-from tests.functional.api_house import LIMITS, House, listening
+from tests.functional.api_house import FINGERPRINT, LIMITS, House, listening
 
 CALM = Pace(ttl_ms=5_000, renew_ms=500, margin_ms=200, look_ms=30, handover_ms=1_000)
 """Leases that are not lost because the machine is busy with others."""
@@ -168,3 +168,12 @@ def decoded(reply: httpx.Response, status: int = 200) -> Any:
     """The JSON body of a reply that must have this status."""
     assert reply.status_code == status, reply.text[:500]
     return msgspec.json.decode(reply.content)
+
+
+async def furnish(house: House, shards: int) -> None:
+    """What `House.furnish` makes, and an instance `i<shard>` in each shard."""
+    await house.furnish()
+    for shard in range(shards):
+        await house.put(
+            f"/v1/instances/i{shard}", {"group": "chat", "fingerprint": FINGERPRINT, "shard": shard}
+        )

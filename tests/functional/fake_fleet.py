@@ -19,9 +19,11 @@ from metaservice.clock import monotonic_s
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import open_tracer
 from tests.functional.api_house import listening
-from tests.security.fake_shard import FakeCluster, FakeReplica
+from tests.security.fake_shard import KEY, FakeCluster, FakeReplica
 
 OWNER = {"engine": "e1", "incarnation": "i1"}
+LOOKUP: dict[str, Any] = {"keys": [KEY.hex()]}
+START: dict[str, Any] = {**OWNER, "keys": [KEY.hex()], "request_id": "q1"}
 
 
 class Standing:
@@ -108,3 +110,14 @@ class DeafLeader:
         if self.manner == "hangs":
             await reader.read()
         writer.close()
+
+
+def problem(reply: httpx.Response) -> tuple[int, str]:
+    """Status and code of a refusal."""
+    body = msgspec.json.decode(reply.content)
+    return reply.status_code, body["code"]
+
+
+def spread(fleet: Fleet) -> None:
+    """Shard 0 is led by r1, shard 1 by r2, shard 2 by r3."""
+    fleet.cluster.leaders = {0: "r1", 1: "r2", 2: "r3"}
