@@ -8,12 +8,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SEEDS ?= 2000
+KILLS ?= 25
+PAUSES ?= 10
+PARTITIONS ?= 5
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 CLUSTER_ARGS ?=
 SERVE_ARGS ?=
 SIM_ARGS ?=
 TEST_ARGS ?=
+TORTURE_ARGS ?=
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install
 LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
@@ -21,9 +25,9 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3
 
 .PHONY: help
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON VENV SEEDS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS"
+	@echo "  Variables: PYTHON VENV SEEDS KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS"
 
 .PHONY: demo
 demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
@@ -46,8 +50,13 @@ test-all: $(VENV)/.ready-dev ## Run every test, the slow ones too
 	@$(BIN)/python -m pytest -m "" $(TEST_ARGS)
 
 .PHONY: torture
-torture: $(VENV)/.ready-dev ## Run all kill, stall and full-disk tests, the slow ones too
-	@$(BIN)/python -m pytest -m "" tests/torture $(TEST_ARGS)
+torture: $(VENV)/.ready-dev ## Kill, stop and cut off a service, then a cluster (KILLS=25 PAUSES=10 PARTITIONS=5); last line is JSON
+	@$(BIN)/python -m pytest -m "" tests/torture --ignore tests/torture/test_torture_cluster.py $(TEST_ARGS)
+	@$(BIN)/python tests/torture/cluster.py --kills $(KILLS) --pauses $(PAUSES) --partitions $(PARTITIONS) $(TORTURE_ARGS)
+
+.PHONY: torture-quota
+torture-quota: $(VENV)/.ready-dev ## A hard quota over shards whose leaders are killed; last line is JSON
+	@$(BIN)/python tests/torture/quota.py $(TORTURE_ARGS)
 
 .PHONY: security
 security: $(VENV)/.ready-dev ## Run all hostile-input tests, the slow ones too

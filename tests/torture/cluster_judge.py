@@ -31,7 +31,6 @@ of every snapshot that any replica cut.
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from metaservice.core import events as ev
@@ -249,8 +248,20 @@ class Judge:
                     if machine.digest() != digest:
                         self.verdict.wrong(FORKS, f"I6: the snapshot of shard {shard} at seq {machine.seq}")
 
-    def serving(self) -> Iterator[tuple[int, str, bytes, Place]]:
-        """(shard, instance, key, place) of every block that serves at the end, after `judge`."""
-        for place, copy in self._witness.copies.items():
-            if copy.published_seq and not copy.removed_seq:
-                yield place[0] >> 44, copy.table.instance, copy.key, place
+    # ------------------------------------------------------------ for those who ask further, after `judge`
+
+    def settled(self) -> None:
+        """With nobody writing any more, no budget is on its way for ever."""
+        try:
+            self._witness.escrow.settled()
+        except Violation as error:
+            self.verdict.wrong(QUOTA, str(error))
+
+    def used(self) -> int:
+        """Blocks of the tenant that are in use at the end."""
+        return self._witness.used.get(("tenant", self._tenant), [0, 0])[1]
+
+    @property
+    def moves(self) -> int:
+        """How often budget moved."""
+        return self._witness.escrow.moves

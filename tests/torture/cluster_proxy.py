@@ -10,11 +10,13 @@ The program reads one JSON command a line from its stdin and answers each with a
 
 import asyncio
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from socket import SO_LINGER, SOL_SOCKET
 from typing import Any, Literal, Self
 
 HOST = "127.0.0.1"
@@ -50,7 +52,7 @@ class Link:
         self.loud = loud
         if loud:
             for writer in list(self._writers):
-                writer.transport.abort()
+                reset(writer)
             for pump in list(self._pumps):
                 pump.cancel()
 
@@ -62,7 +64,7 @@ class Link:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.loud:
-            writer.transport.abort()
+            reset(writer)
             return
         self._writers.add(writer)
         back: asyncio.StreamWriter | None = None
@@ -86,7 +88,7 @@ class Link:
             for one in (writer, back):
                 if one is not None:
                     self._writers.discard(one)
-                    one.transport.abort()
+                    one.close()
 
     async def _pump(
         self, direction: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter
@@ -101,6 +103,12 @@ class Link:
         with suppress(OSError, RuntimeError):
             if sink.can_write_eof():
                 sink.write_eof()
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection as a host does that knows nothing of it."""
+    writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 async def serve(targets: Mapping[str, int]) -> None:
