@@ -1,12 +1,14 @@
 """A cluster of peers that know who leads what, and may be killed, stopped or told to lie."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import pytest
 
-from metaservice.client import ClientConfig
+from metaservice.client import AsyncClient, Client, ClientConfig, LookupResult
 from tests.unit.client_peers import Peer, Request, answer_to, http, problem, resetting, silent
 
 KEYS = [bytes([n]) * 16 for n in range(1, 9)]
@@ -133,3 +135,32 @@ def cluster(replicas: int = 3) -> Iterator[FakeCluster]:
         yield one
     finally:
         one.close()
+
+
+# -- who asks
+
+Look = Callable[[ClientConfig, int], list[LookupResult]]
+"""So many lookups about i1, one after the other, with one client."""
+
+
+def _blocking(config: ClientConfig, times: int) -> list[LookupResult]:
+    with Client(config) as client:
+        return [client.lookup("i1", KEYS) for _ in range(times)]
+
+
+def _awaiting(config: ClientConfig, times: int) -> list[LookupResult]:
+    async def look() -> list[LookupResult]:
+        async with AsyncClient(config) as client:
+            return [await client.lookup("i1", KEYS) for _ in range(times)]
+
+    return asyncio.run(look())
+
+
+both = pytest.mark.parametrize("look", [_blocking, _awaiting], ids=["sync", "async"])
+
+
+def writer(house: FakeCluster, **changes: Any) -> Client:
+    """A client that is registered as an engine, without a keeper."""
+    client = Client(house.config(**changes))
+    assert client.register_engine("e", keepalive=None).active
+    return client
