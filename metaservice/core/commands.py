@@ -102,7 +102,8 @@ class RegisterWorker(Command, kw_only=True, frozen=True):
 
 
 class Deregister(Command, kw_only=True, frozen=True):
-    """An engine or worker leaves on purpose; kind is `engine` or `worker`."""
+    """An engine or worker leaves on purpose; kind is `engine` or `worker`. `incarnation` "": somebody clears
+    up, and only what has expired may go."""
 
     kind: str
     id: str

@@ -68,13 +68,20 @@ def register_worker(state: State, memory: Memory, command: RegisterWorker, now_m
 
 
 def deregister(state: State, memory: Memory, command: Deregister, now_ms: int) -> Decision:
-    """A member leaves on purpose; an engine's open sessions end."""
+    """A member leaves on purpose; an engine's open sessions end. Without its incarnation only an expired one
+    is taken away: whoever clears up must not end what lives, or has just come back."""
     if command.id not in state.members(command.kind):
         return Rejection(f"{command.kind}_unknown", f"no {command.kind} {command.id!r}", "id"), []
     member = state.members(command.kind)[command.id]
     if command.incarnation and member.incarnation != command.incarnation:
         return Rejection(
             "reregister", f"{command.kind} {command.id!r} has another incarnation now", "incarnation"
+        ), []
+    if not command.incarnation and not member.expired_ms:
+        return Rejection(
+            "not_expired",
+            f"{command.kind} {command.id!r} has not expired: name its incarnation to end it all the same",
+            "incarnation",
         ), []
     events: list[Event] = [MemberLeft(now_ms, command.kind, command.id)]
     if command.kind == "engine":

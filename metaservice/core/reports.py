@@ -53,9 +53,8 @@ class Reports:
             return  # rows that build on what another leader was told
         for row in errands.used:
             key = (row.scope, row.id)
-            held = self._state.held.get(key)
-            if find_usage(self._state, *key) is None or (held and errands.version < held.made_seq):
-                continue  # of a scope that is no more, even if there is another of the name
+            if find_usage(self._state, *key) is None:
+                continue  # it went meanwhile
             self._add(report.used.get(key), -1)
             report.used[key] = row
             self._add(row, 1)

@@ -202,6 +202,26 @@ def test_nobody_evicts_for_one_that_has_its_share() -> None:
     assert slices(realm) == before
 
 
+def test_nobody_evicts_for_one_above_its_share_though_others_have_less() -> None:
+    realm = Realm(3)
+    realm.furnish(tenant=Quota(blocks=90), eviction=EvictionPolicy.lru, high_permille=1000)
+    realm.put(0, 10)
+    for _ in range(6):
+        realm.put(2, 45, ask=realm.used(*TENANT)[1] < 20)
+        realm.rest(1)
+    for _ in range(6):
+        realm.put(1, 35)
+        realm.rest(1)
+    have = [one or 0 for one in slices(realm)]
+    assert have[0] < 30 and have[1] >= 30 and have[2] > 30, have
+    before = len([one for one in realm.nodes[2].events if isinstance(one, BlocksRemoved)])
+    for _ in range(4):
+        realm.put(1, 35)
+        realm.round()
+    after = len([one for one in realm.nodes[2].events if isinstance(one, BlocksRemoved)])
+    assert before == after, "shard 1 has its share"
+
+
 def test_watermarks_leave_a_slice_alone_that_may_grow() -> None:
     realm = Realm(2)
     realm.furnish(tenant=Quota(blocks=100), eviction=EvictionPolicy.lru)
@@ -255,7 +275,12 @@ def test_a_storages_capacity_is_shared_too_and_overdue_deletions_count() -> None
     assert machine.memory.deletions.overdue_bytes == {0: 5 * BLOCK}
     give(realm, 1, Give(*scope, 1_000, 0, False))
     assert slices(realm, 0, scope)[1] == 20 * BLOCK, "their bytes are still there"
-    realm.round()
+    realm.rest(6)
+    realm.start(0, 40)
+    have = slices(realm, 0, scope)[1]
+    settled = realm.errand(1, realm.limits.errand_ms)
+    assert have is not None and settled is not None
+    assert sum(one.bytes for one in settled.give) <= have - 20 * BLOCK, "the catalogue knows that too"
     view = realm.catalogue.describe_one("storages", "sa", realm.now_ms)
     assert view.overdue_bytes == 5 * BLOCK  # type: ignore[union-attr]
     realm.check()

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from metaservice.core import commands as cmd
 from metaservice.core.events import (
@@ -19,7 +20,7 @@ from metaservice.core.replies import InstanceRegistered
 from metaservice.core.spread import concerns
 from metaservice.core.views import KINDS
 from tests.sim.fleet import FINGERPRINT, key
-from tests.unit.core_realm import LIMITS, Realm
+from tests.unit.core_realm import LIMITS, Realm, blocks, give, slices
 
 
 def refused(reply: Any) -> str:
@@ -51,10 +52,12 @@ def busy(realm: Realm) -> None:
         realm.done(0, cmd.RegisterEngine(engine=name, incarnation="1", instance="a1", rank=3))
         realm.done(0, cmd.RegisterWorker(worker=f"w{name}", incarnation="1", storages=("sa",)))
     realm.done(0, cmd.RegisterEngine(engine="x", incarnation="2"))
-    realm.done(0, cmd.Deregister(kind="engine", id="y", incarnation=""))
-    realm.done(0, cmd.Deregister(kind="worker", id="wy", incarnation=""))
+    realm.done(0, cmd.Deregister(kind="engine", id="y", incarnation="1"))
+    realm.done(0, cmd.Deregister(kind="worker", id="wy", incarnation="1"))
     for shard in range(len(realm.nodes)):
         realm.done(0, cmd.DeleteInstance(instance=f"b{shard}"))
+    realm.done(0, cmd.PutGroup(group="gb", tenant="tb", storages=("sa",)))
+    realm.lowered.add((SwitchScope.group, "gb"))
     realm.done(0, cmd.SetSwitch(scope=SwitchScope.cluster, id="", mode=SwitchMode.normal))
 
 
@@ -129,7 +132,7 @@ def test_what_was_deleted_and_made_again_meanwhile_is_not_what_it_was() -> None:
         cmd.PutTenant(tenant="tb", quota=Quota(blocks=16)),
         cmd.PutGroup(group="gb", tenant="ta", storages=("sa",)),
         cmd.PutInstance(instance="b1", group="gb", fingerprint=FINGERPRINT, shard=1),
-        cmd.Deregister(kind="engine", id="x", incarnation=""),
+        cmd.Deregister(kind="engine", id="x", incarnation="1"),
     ):  # fmt: skip
         realm.done(0, command)
     realm.done(1, cmd.SyncCatalogue(view=realm.view()))
@@ -163,7 +166,7 @@ def test_a_replaced_engines_sessions_end_in_every_shard(whole: bool, leaves: boo
     for shard in range(3):
         realm.start(shard, 2)
     if leaves:
-        realm.done(0, cmd.Deregister(kind="engine", id="e", incarnation=""))
+        realm.done(0, cmd.Deregister(kind="engine", id="e", incarnation="1"))
     else:
         realm.done(0, cmd.RegisterEngine(engine="e", incarnation="2"))
     for shard in (1, 2):
@@ -206,6 +209,7 @@ def test_the_catalogue_is_decided_in_one_place() -> None:
 def test_members_expire_in_the_catalogue_only() -> None:
     realm = Realm(2)
     realm.furnish()
+    realm.tick(1)
     realm.now_ms += LIMITS.expire_ms
     realm.done(1, cmd.Tick())
     assert not any(isinstance(one, MemberExpired) for one in realm.nodes[1].events)
@@ -359,6 +363,55 @@ def test_a_storage_goes_once_every_shard_says_that_nothing_is_in_it() -> None:
     assert delete() == ""
     realm.rest(1)
     assert all("sa" not in node.machine.state.storages for node in realm.nodes)
+    realm.check()
+
+
+def test_rows_that_another_leader_was_told_do_not_count_as_told() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.done(0, cmd.PutStorage(storage="new", kind="posix", options={}))
+    realm.put(1, 2)
+    realm.done(0, cmd.PutGroup(group="ga", tenant="ta", storages=("new",)))
+    realm.rest(2)
+    assert "2 locations of shard 1" in realm.send(0, cmd.DeleteStorage(storage="sa")).message
+    realm.crash(0)
+    settled = realm.errand(1, realm.limits.errand_ms)
+    assert settled is not None
+    assert "has not reported" in realm.send(0, cmd.DeleteStorage(storage="sa")).message
+    realm.rest(2)
+    assert "2 locations of shard 1" in realm.send(0, cmd.DeleteStorage(storage="sa")).message
+
+
+def test_an_answer_to_the_leader_before_acknowledges_nothing() -> None:
+    realm = Realm(2)
+    realm.furnish()
+    realm.put(1, 2)
+    first = realm.nodes[1].machine.errands(realm.now_ms)
+    assert first is not None
+    settled = realm.done(0, cmd.Settle(errands=first))
+    realm.crash(1)
+    second = realm.nodes[1].machine.errands(realm.now_ms)  # and that is lost
+    assert second is not None and (second.number, second.base) == (first.number, 0)
+    realm.done(1, cmd.GiveBudget(settled=settled))
+    realm.now_ms += realm.limits.errand_ms
+    third = realm.nodes[1].machine.errands(realm.now_ms)
+    assert third is not None and third.base == 0 and third.used == second.used
+
+
+def test_a_shard_that_takes_the_whole_catalogue_has_what_it_gave_up_no_more() -> None:
+    realm = Realm(2)
+    realm.furnish(tenant=Quota(blocks=80))
+    give(realm, 1, blocks(5))
+    give(realm, 1, blocks(3))
+    errands = realm.nodes[1].machine.errands(realm.now_ms)
+    assert errands is not None
+    realm.done(0, cmd.Settle(errands=replace(errands, returns=errands.returns[:1])))
+    realm.done(0, cmd.PutTenant(tenant="new"))
+    realm.done(1, cmd.SyncCatalogue(view=realm.view()))
+    assert slices(realm) == [20, 12] and list(realm.nodes[1].machine.state.outstanding) == [2]
+    realm.check()
+    realm.rest(2)
+    assert not realm.nodes[1].machine.state.outstanding
     realm.check()
 
 
