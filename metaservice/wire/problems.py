@@ -75,6 +75,7 @@ _ALL = (
     Problem("tenant_mismatch", 409, "The group belongs to another tenant"),
     Problem("storage_mismatch", 409, "The storage exists with another kind or options"),
     Problem("in_use", 409, "Others still depend on it"),
+    Problem("not_expired", 409, "The engine or worker has not expired, and its incarnation was not named"),
     Problem("instance_retiring", 409, "The instance is being removed"),
     # -- not now
     Problem("not_leader", 421, "Another replica leads the shard"),

@@ -151,5 +151,5 @@ async def test_a_worker_that_hangs_up_frees_its_poll() -> None:
 async def test_members_leave_on_purpose(house: House) -> None:
     assert await house.ask("DELETE", "/v1/engines/e1?incarnation=i1") == {"id": "e1"}
     assert (await house.problem("POST", "/v1/engines/e1/heartbeat", {"incarnation": "i1"}))[1] == "reregister"
-    assert await house.ask("DELETE", "/v1/workers/w1") == {"id": "w1"}
+    assert await house.ask("DELETE", "/v1/workers/w1?incarnation=j1") == {"id": "w1"}
     assert (await house.problem("DELETE", "/v1/workers/nobody"))[:2] == (404, "worker_unknown")

@@ -169,6 +169,8 @@ class Catalogue(Writes):
             raise Refuse(f"{command.kind}_unknown")
         if command.incarnation and known.incarnation != command.incarnation:
             raise Refuse("reregister")
+        if not command.incarnation and not known.expired_ms:
+            raise Refuse("not_expired")
         del self.members(command.kind)[command.id]
         for number, session in list(self.state.sessions.items()):
             if command.kind == "engine" and session.open and session.engine == command.id:

@@ -265,7 +265,8 @@ class History:
         if choose((True, False)):
             send(0, cmd.RegisterEngine(engine="x", incarnation=str(self.realm.now_ms), instance=""))
         else:
-            send(0, cmd.Deregister(kind="engine", id="x", incarnation=""))
+            known = self.realm.catalogue.state.engines.get("x")
+            send(0, cmd.Deregister(kind="engine", id="x", incarnation=known.incarnation if known else "0"))
         send(0, cmd.SetSwitch(scope=SwitchScope.tenant, id="ta", mode=choose(list(SwitchMode))))
 
     # ------------------------------------------------------------ the end

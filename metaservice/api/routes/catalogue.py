@@ -2,7 +2,7 @@
 
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Path, Query
 from msgspec import Struct
@@ -28,6 +28,7 @@ KINDS = {
     "engines": "engine",
     "workers": "worker",
 }
+MEMBERS = ("engines", "workers")
 VIEW_OF: dict[str, type[Struct]] = {
     "tenants": views.TenantView,
     "storages": views.StorageView,
@@ -45,6 +46,10 @@ _DELETES: dict[str, Callable[[str], commands.Command]] = {
 PageSize = Annotated[
     int, Query(ge=1, description="How many to return at most; the service may return fewer.")
 ]
+Status = Annotated[
+    Literal["active", "suspect", "expired"] | None,
+    Query(description="Only those in this status. A page may be short, or empty, and others follow."),
+]
 PageToken = Annotated[str, Query(max_length=400, description="next_page_token of the page before.")]
 
 
@@ -60,7 +65,7 @@ def add_catalogue_routes(router: APIRouter, routing: Routing, settings: ApiSetti
         if kind in _DELETES:
             _deletes(router, routing, kind, label)
         else:
-            _leaves(router, routing, settings, kind, label)
+            _leaves(router, routing, kind, label)
 
 
 def _puts(router: APIRouter, routing: Routing) -> None:
@@ -120,13 +125,20 @@ def _reads(router: APIRouter, routing: Routing, settings: ApiSettings, kind: str
     async def read_all(
         request: Request, page_size: PageSize = 100, page_token: PageToken = "", stale: Stale = False
     ) -> Response:
-        shard, headers = reader(routing.catalogue, stale, settings)
-        after = _after(page_token)
         size = min(page_size, settings.page_size_max)
-        views = shard.describe(kind, after, size + 1)
-        page = views[:size]
-        token = urlsafe_b64encode(page[-1].id.encode()).decode().rstrip("=") if len(views) > size else ""
-        return respond(request, {"items": page, "next_page_token": token}, headers=headers)
+        return _page(request, routing, settings, kind, _Wanted(size, size), page_token, stale)
+
+    async def read_members(
+        request: Request,
+        status: Status = None,
+        page_size: PageSize = 100,
+        page_token: PageToken = "",
+        stale: Stale = False,
+    ) -> Response:
+        # few of very many may have the status: one request looks at no more than it may for a whole page
+        size = min(page_size, settings.page_size_max)
+        wanted = _Wanted(size, settings.page_size_max, status) if status else _Wanted(size, size)
+        return _page(request, routing, settings, kind, wanted, page_token, stale)
 
     async def read_one(
         request: Request, id: Annotated[Name, Path(alias=label)], stale: Stale = False
@@ -137,11 +149,11 @@ def _reads(router: APIRouter, routing: Routing, settings: ApiSettings, kind: str
             raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)
         return respond(request, view, headers=headers)
 
-    read_all.__doc__ = f"All {kind}, by name, in pages."
+    read_all.__doc__ = read_members.__doc__ = f"All {kind}, by name, in pages."
     read_one.__doc__ = f"One {label}: how it is registered, and what it uses now."
     router.add_api_route(
         f"/v1/{kind}",
-        read_all,
+        read_members if kind in MEMBERS else read_all,
         methods=["GET"],
         tags=["catalogue"],
         name=f"list_{kind}",
@@ -155,6 +167,38 @@ def _reads(router: APIRouter, routing: Routing, settings: ApiSettings, kind: str
         name=f"get_{label}",
         responses={200: viewed(VIEW_OF[kind])},
     )
+
+
+class _Wanted(NamedTuple):
+    """A page: at most `size` of the next `look` that are registered, in this status."""
+
+    size: int
+    look: int
+    status: str = ""
+
+
+def _page(
+    request: Request,
+    routing: Routing,
+    settings: ApiSettings,
+    kind: str,
+    wanted: _Wanted,
+    page_token: str,
+    stale: bool,
+) -> Response:
+    shard, headers = reader(routing.catalogue, stale, settings)
+    views: list[Any] = shard.describe(kind, _after(page_token), wanted.look + 1)
+    page: list[Any] = []
+    last = ""
+    for view in views[: wanted.look]:
+        if len(page) == wanted.size:
+            break
+        last = view.id
+        if not wanted.status or view.status == wanted.status:
+            page.append(view)
+    more = bool(views) and last != views[-1].id
+    token = urlsafe_b64encode(last.encode()).decode().rstrip("=") if more else ""
+    return respond(request, {"items": page, "next_page_token": token}, headers=headers)
 
 
 def _deletes(router: APIRouter, routing: Routing, kind: str, label: str) -> None:
@@ -176,20 +220,15 @@ def _deletes(router: APIRouter, routing: Routing, kind: str, label: str) -> None
     )
 
 
-def _leaves(router: APIRouter, routing: Routing, settings: ApiSettings, kind: str, label: str) -> None:
+def _leaves(router: APIRouter, routing: Routing, kind: str, label: str) -> None:
     async def leave(
         request: Request,
         id: Annotated[Name, Path(alias=label)],
         incarnation: Annotated[
-            str, Query(max_length=64, description="Default: the one registered now.")
+            str, Query(max_length=64, description="Without it, only what has expired is taken away.")
         ] = "",
     ) -> Response:
-        shard, _ = reader(routing.catalogue, False, settings)
-        view: Any = shard.describe_one(kind, id)
-        if view is None:
-            raise ApiError(f"{label}_unknown", f"no {label} of this name is registered", label)
-        command = commands.Deregister(kind=label, id=id, incarnation=incarnation or view.incarnation)
-        taken(await shard.submit(command))
+        taken(await routing.catalogue.submit(commands.Deregister(kind=label, id=id, incarnation=incarnation)))
         return respond(request, Gone(id))
 
     leave.__doc__ = f"The {label} leaves on purpose: its registration is over at once."
