@@ -3,6 +3,7 @@ they run, so that `--help` and `version` answer at once."""
 
 import os
 import sys
+from enum import StrEnum
 from typing import Annotated, NoReturn
 
 import typer
@@ -100,6 +101,69 @@ def cluster_handover(
     from metaservice.cli import cluster as command  # noqa: PLC0415
 
     raise typer.Exit(command.handover(_several(url), shard, to, timeout_ms=timeout_ms))
+
+
+members = typer.Typer(
+    name="members", help="Look at engines and workers, and take away what is gone.", no_args_is_help=True
+)
+app.add_typer(members)
+
+Url = Annotated[str, typer.Option(help="Where the service is.", envvar="UCM_URL")]
+
+
+class Kind(StrEnum):
+    """Of a member."""
+
+    engine = "engine"
+    worker = "worker"
+
+
+class MemberStatus(StrEnum):
+    """Of a member."""
+
+    active = "active"
+    suspect = "suspect"
+    expired = "expired"
+
+
+@members.command("list")
+def members_list(
+    kind: Annotated[Kind | None, typer.Option(help="Only these.")] = None,
+    status: Annotated[MemberStatus | None, typer.Option(help="Only those in this status.")] = None,
+    url: Url = DEFAULT_URL,
+    json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
+) -> None:
+    """List engines and workers."""
+    from metaservice.cli import members as command  # noqa: PLC0415
+
+    kinds = [kind] if kind is not None else [*Kind]
+    raise typer.Exit(command.show(url, kinds, status or "", as_json=json))
+
+
+@members.command("forget")
+def members_forget(
+    kind: Annotated[Kind, typer.Argument(help="What it is.")],
+    id: Annotated[str, typer.Argument(help="Its id.")],
+    incarnation: Annotated[
+        str, typer.Option(help="End this one although it has not expired: it is told to register again.")
+    ] = "",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Take away one that has expired.
+
+    Exit status 1: there is none, or it has not.
+    """
+    from metaservice.cli import members as command  # noqa: PLC0415
+
+    raise typer.Exit(command.forget(url, kind, id, incarnation))
+
+
+@members.command("forget-expired")
+def members_forget_expired(url: Url = DEFAULT_URL) -> None:
+    """Take away all that have expired, which the service does by itself after forget_ms."""
+    from metaservice.cli import members as command  # noqa: PLC0415
+
+    raise typer.Exit(command.forget_expired(url))
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
