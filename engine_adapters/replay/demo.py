@@ -130,6 +130,7 @@ class Demo:
         )
         async with Children(self._folder) as children:
             scene = self._scene(children, sizing)
+            plan.engine_kill_share, plan.service_kill_share = scene.kill_shares
             _require_space(scene.site.storage_root, sizing)
             worker = await scene.open()
             self._note(f"the service answers at {scene.site.url}; {len(self._engines)} engines start")
@@ -179,7 +180,7 @@ class Demo:
             self._teller.tell(Progress(len(ledger.rows), plan.count, ledger.asked, ledger.hits))
 
         kill_service = scene.kill_service if scene.killable else None
-        return Hooks(start_engine, kill_service, scene.restored, scene.outage_pace_s, on_answer, self._note)
+        return Hooks(start_engine, kill_service, scene.restored, scene.arrival_s, on_answer, self._note)
 
     def _note(self, text: str) -> None:
         self._teller.tell(Note(text))

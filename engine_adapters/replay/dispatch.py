@@ -34,15 +34,15 @@ class Hooks:
     """What the dispatcher asks of the demo around it.
 
     `start_engine(name, on_phase)` gives a ready engine. `kill_service()` is SIGKILL at once, None when no
-    part of the service is to be killed; `restored()` returns when engines reach it again. Meanwhile a
-    request is handed out each `outage_pace_s`, or none when that is None. `on_answer` hears of each answer,
-    `note` what happens, for people.
+    part of the service is to be killed; `restored()` returns when engines reach it again. From the kill to
+    the end of the run a request arrives each `arrival_s`, whether the service is there or not; when that is
+    None, requests wait for the service. `on_answer` hears of each answer, `note` what happens, for people.
     """
 
     start_engine: Callable[[str, OnPhase], Awaitable[EngineHandle]]
     kill_service: Callable[[], Awaitable[None]] | None
     restored: Callable[[], Coroutine[None, None, None]]
-    outage_pace_s: float | None
+    arrival_s: float | None
     on_answer: Callable[[], None]
     note: Callable[[str], None]
 
@@ -64,6 +64,7 @@ class Dispatcher:
         self._answered_before_kill = 0
         self._outage: asyncio.Task[None] | None = None
         self._outage_left = 0
+        self._arrives_s = 0.0
 
     async def run(self, engines: Sequence[str]) -> None:
         """Serve all requests with engines of these names, then let the engines end.
@@ -92,16 +93,27 @@ class Dispatcher:
         previous = self._sessions.get(request.session)
         if previous is not None:
             await asyncio.wait({previous})
-        if self._outage is not None and not self._outage.done():
+        if self._hooks.arrival_s is not None:
+            await self._arrival(self._hooks.arrival_s)
+        elif self._outage is not None and not self._outage.done():
             if self._outage_left > 0:
                 self._outage_left -= 1
             else:
-                await asyncio.wait({self._outage}, timeout=self._hooks.outage_pace_s)
+                await asyncio.wait({self._outage})
         engine = await self._free.get()
         self._handed_out = request.index
         if request.index == self._plan.engine_kill_at:
             self._armed_at = request.index
         return engine
+
+    async def _arrival(self, arrival_s: float) -> None:
+        """Wait for the next arrival, once a part of the service was killed. An engine that is late does not
+        make up for it in a rush."""
+        if self._outage is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._arrives_s = max(self._arrives_s + arrival_s, now_s)
+        await asyncio.sleep(self._arrives_s - now_s)
 
     async def _serve(self, group: asyncio.TaskGroup, engine: EngineHandle, request: Request) -> None:
         while True:

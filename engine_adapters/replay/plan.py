@@ -12,6 +12,9 @@ ENGINE_KILL_AT = 0.45
 """Share of the requests handed out when one engine is to be killed at its next write."""
 SERVICE_KILL_AT = 0.72
 """Share of the requests handed out when the service is killed."""
+CLUSTER_ENGINE_KILL_AT = 0.3
+LEADER_KILL_AT = 0.5
+"""The same two in a cluster: what comes after the leader's end has to be long beside the time without one."""
 
 
 @dataclass(slots=True)
@@ -27,6 +30,8 @@ class Plan:
     blocks_asked: int = 0
     blocks_unique: int = 0
     ideal_hit_rate: float = 0.0
+    engine_kill_share: float = ENGINE_KILL_AT
+    service_kill_share: float = SERVICE_KILL_AT
 
     @classmethod
     def of(cls, requests: Iterable[Request], block_size_tokens: int) -> "Plan":
@@ -48,12 +53,12 @@ class Plan:
     @property
     def engine_kill_at(self) -> int:
         """Index of the request from which on an engine is killed at its next write."""
-        return int(self.count * ENGINE_KILL_AT)
+        return int(self.count * self.engine_kill_share)
 
     @property
     def service_kill_at(self) -> int:
         """Index of the request with which the service is killed."""
-        return int(self.count * SERVICE_KILL_AT)
+        return int(self.count * self.service_kill_share)
 
     def __iter__(self) -> Iterator[Request]:
         return islice(iter(self.requests), self.count)

@@ -20,11 +20,18 @@ from engine_adapters.replay.ledger import (
     cluster_verdicts,
     verdicts,
 )
+from engine_adapters.replay.plan import (
+    CLUSTER_ENGINE_KILL_AT,
+    ENGINE_KILL_AT,
+    LEADER_KILL_AT,
+    SERVICE_KILL_AT,
+)
 from engine_adapters.replay.replicas import ClusterSite, Description
 
-OUTAGE_PACE_S = 0.5
-"""While nobody leads, a request is handed out this often: about as often as three engines with a model ask.
-All of them miss."""
+ARRIVAL_S = 0.12
+"""From the leader's kill on, requests arrive so often, with a leader and without: engines without a model
+would hurry through all that is left while nobody leads, or wait and miss nothing; either figure would say
+nothing."""
 
 Note = Callable[[str], None]
 
@@ -34,8 +41,10 @@ class Scene(ABC):
 
     settle_timeout_s = 60.0
     """How long the end of a run is waited for, when nothing may be left over."""
-    outage_pace_s: float | None = None
-    """How often a request is handed out while the service is away; None: they wait until it is back."""
+    arrival_s: float | None = None
+    """How often a request arrives from the kill on; None: they wait until the service is back."""
+    kill_shares = (ENGINE_KILL_AT, SERVICE_KILL_AT)
+    """Shares of the requests handed out when an engine is killed, and when a part of the service is."""
 
     def __init__(self, site: Site, note: Note) -> None:
         self.site = site
@@ -113,7 +122,8 @@ class Cluster(Scene):
 
     site: ClusterSite
     settle_timeout_s = 120.0
-    outage_pace_s = OUTAGE_PACE_S
+    arrival_s = ARRIVAL_S
+    kill_shares = (CLUSTER_ENGINE_KILL_AT, LEADER_KILL_AT)
 
     def __init__(
         self,
@@ -148,7 +158,7 @@ class Cluster(Scene):
         self._unavailable_ms = await self.site.unavailable_ms()
         self.note(
             f"{await self.site.leader()} took over; lookups failed for {self._unavailable_ms} ms,"
-            f" with a request each {OUTAGE_PACE_S * 1_000:.0f} ms"
+            f" with a request each {ARRIVAL_S * 1_000:.0f} ms from the kill on"
         )
         await asyncio.sleep(BREAKER_PAUSE_MS_MAX / 1_000)
 

@@ -236,8 +236,8 @@ class Replica(Hooks):
         return min(self._shards, key=lambda one: _WORST_FIRST.index(one.status))
 
     def gauges(self) -> dict[str, float]:
-        """Numbers of now over all shards, for a scrape."""
-        return status.gauges(self._shards)
+        """Numbers of now over all shards, for a scrape. `ready`: may be sent requests, whoever leads."""
+        return {**status.gauges(self._shards), "ready": float(self.ready)}
 
     def cluster_status(self) -> dict[str, Any]:
         """What GET /v1/cluster shows."""

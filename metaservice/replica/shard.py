@@ -93,8 +93,13 @@ class Shard(ShardLife):
     def read(self, command: cmd.Command) -> Any:
         """Answer at once from durable state (and leader memory). Leader only: the lease is looked at before
         and after, so that a process that stood still meanwhile answers nothing."""
-        reply = self._leading().machine.read(command, self._clock.now_ms())
-        self._leading()
+        sequencer, clock = self._sequencer, self._clock
+        if sequencer is None or self.role is not Role.LEADER or clock.now_s() >= self.lease_until_s:
+            self._leading()  # says why not
+            raise self._not_leader()
+        reply = sequencer.pipeline.machine.read(command, clock.now_ms())
+        if clock.now_s() >= self.lease_until_s:
+            raise NotLeader(self.number, "our lease ended while the answer was made")
         return reply
 
     async def submit(self, command: cmd.Command) -> Any:
@@ -210,11 +215,10 @@ class Shard(ShardLife):
         ready = self.ready
         tail = self._tail
         told = {
-            "ready": float(ready),
             "leads": float(ready),
             "epoch": float(self.epoch),
             "durable_seq": float(self.durable_seq),
-            "writes_refused": float(not ready or bool(self.stuck)),
+            "writes_refused": float(bool(self.stuck)),
             "staleness_ms": float(self.staleness_ms),
             "append_stalled_ms": self.stalled_s * 1000,
             "rebuilds": float(self.rebuilds),

@@ -55,14 +55,11 @@ def shards(election: Election, all_shards: Sequence[Shard], now_s: float) -> lis
 
 
 def gauges(all_shards: Sequence[Shard]) -> dict[str, float]:
-    """Numbers of now over all shards: the largest of what has no sum, the sum of all else; `ready` when all
-    are."""
+    """Numbers of now over all shards: the largest of what has no sum, the sum of all else."""
     told: dict[str, float] = {}
     for shard in all_shards:
         for name, value in shard.gauges().items():
-            if name == "ready":
-                told[name] = min(told.get(name, 1.0), value)
-            elif name in _LARGEST:
+            if name in _LARGEST:
                 told[name] = max(told.get(name, 0.0), value)
             else:
                 told[name] = told.get(name, 0.0) + value
