@@ -98,14 +98,14 @@ def _snapshot_keeper(config: Config, arguments: list[str], environment: dict[str
     )
 
 
-def make_leadership(config: Config, url: str, database: PostgresSettings | None) -> Leadership:
-    """The configured elector."""
+def make_leadership(config: Config, url: str, life: str, database: PostgresSettings | None) -> Leadership:
+    """The configured elector. `life` tells this process from others of the same name, before and after it."""
     if config.leadership == "single" or database is None:
         return SingleLeadership(config.replica, url, config.shards)
     common: dict[str, Any] = {
         "replica": config.replica,
         "url": url,
-        "life": clock.new_life(),
+        "life": life,
         "shards": config.shards,
         "ttl_ms": config.lead_ttl_ms,
         "timeout_ms": config.lead_timeout_ms,
@@ -162,7 +162,13 @@ class Cluster:
 
 
 def make_replica(
-    config: Config, stores: Stores, cluster: Cluster, url: str, metrics: Metrics, courier: Courier
+    config: Config,
+    stores: Stores,
+    cluster: Cluster,
+    leadership: Leadership,
+    url: str,
+    metrics: Metrics,
+    courier: Courier,
 ) -> Replica:
     """All shards of this process over the configured journals and elector."""
 
@@ -190,7 +196,7 @@ def make_replica(
         config.replica,
         url,
         make_shards,
-        make_leadership(config, url, stores.settings),
+        leadership,
         config.limits,
         metrics,
         clock.lease_s,
@@ -223,11 +229,20 @@ async def run(config: Config) -> None:
     peers = Peers(config.replica, settings)
     stores = make_stores(config)
     cluster = Cluster(stores.settings, config.shards)
-    replica = make_replica(config, stores, cluster, url, metrics, peers.errand)
+    token = clock.new_life()
+    leadership = make_leadership(config, url, token, stores.settings)
+    replica = make_replica(config, stores, cluster, leadership, url, metrics, peers.errand)
     hints = (
         PostgresHints(stores.settings, replica.hint) if stores.settings and config.postgres_notify else None
     )
-    tracer = open_tracer(bool(config.otlp_endpoint), endpoint=config.otlp_endpoint, ratio=config.trace_ratio)
+    # Made here, in the process that serves and inside its loop: the exporter's thread and locks would not
+    # survive a fork, and spans of a child would be lost in silence. Every start is an instance of its own.
+    tracer = open_tracer(
+        bool(config.otlp_endpoint),
+        endpoint=config.otlp_endpoint,
+        ratio=config.trace_ratio,
+        instance=f"{config.replica}/{token}",
+    )
     app = build_app(replica, metrics, tracer, settings, peers)
     server = ApiServer(app, config.host, config.port, settings, allow_remote=config.allow_remote)
 

@@ -17,6 +17,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+import metaservice
+
 log = logging.getLogger("metaservice.telemetry")
 
 QUEUE_SPANS_MAX = 4096
@@ -85,7 +87,8 @@ def open_tracer(
     exporter: SpanExporter | None = None,
 ) -> Tracer:
     """The tracer of this process. `endpoint` is an OTLP/HTTP traces URL; `ratio` the share of root spans that
-    are kept.
+    are kept; `instance` (service.instance.id) tells this process, in this life, from every other one: the
+    spans of two that share it are mixed up.
 
     Raises ValueError when tracing is switched on without an endpoint: spans would silently go nowhere.
     `exporter` replaces the OTLP one (a test's, or another transport's). Make it in the process that serves:
@@ -97,7 +100,13 @@ def open_tracer(
         raise ValueError("tracing is switched on without an OTLP endpoint; name one or switch tracing off")
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"the sampling ratio is {ratio}; it has to be between 0 and 1")
-    resource = Resource.create({"service.name": "ucm-meta", "service.instance.id": instance})
+    resource = Resource.create(
+        {
+            "service.name": "ucm-meta",
+            "service.version": metaservice.__version__,
+            "service.instance.id": instance,
+        }
+    )
     provider = TracerProvider(
         resource=resource, sampler=ParentBased(TraceIdRatioBased(ratio)), shutdown_on_exit=False
     )
