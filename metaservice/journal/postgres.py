@@ -245,6 +245,9 @@ class PostgresJournal(PostgresReader):
         more, and whoever appends is fenced and claims again."""
         row = self._row("claiming an epoch", self._sql.claim, {"holder": self._holder})
         self._epoch, self._token, self._settlings = row["epoch"], row["token"], 0
+        # Another token: an append whose fate was open can no longer get in, and what is read from here on
+        # says whether it did.
+        self._unknown = None
         return self._epoch
 
     def append(self, first_seq: int, last_seq: int, epoch: int, payload: bytes) -> None:

@@ -162,6 +162,10 @@ class Replica(Hooks):
             try:
                 if shard.has_state and self._election.cuts(shard.number):
                     await shard.keep_snapshots(keeper)
+            except (JournalError, RuntimeError) as error:
+                log.error(
+                    "shard %d: no snapshot was cut, the journal grows meanwhile: %s", shard.number, error
+                )
             except Exception:
                 log.exception("shard %d: no snapshot was cut; the journal grows meanwhile", shard.number)
 

@@ -70,16 +70,17 @@ class Spread:
             self._fed.clear()
             try:
                 await self._feed_all()
-            except ShardUnavailable as error:
-                log.debug("data shards wait for the catalogue: %s", error)
             except Exception:
                 log.exception("bringing the catalogue to a data shard failed")
 
     async def _feed_all(self) -> None:
         for shard in self._shards[1:]:
             if shard.ready:
-                async with self._feeding[shard.number]:
-                    await feed(self._log, self._catalogue, shard)
+                try:
+                    async with self._feeding[shard.number]:
+                        await feed(self._log, self._catalogue, shard)
+                except ShardUnavailable as error:  # it, or the catalogue; the others go on
+                    log.debug("shard %d waits for the catalogue: %s", shard.number, error)
 
     async def refresh(self) -> None:
         """Catch up with the catalogue's journal, and bring the data shards led here up to it. Calls that come
@@ -89,6 +90,8 @@ class Spread:
             await asyncio.wait([before])
         if self._refreshing is before or self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
+            # whoever waited may be gone by then
+            self._refreshing.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._refreshing)
 
     async def _refresh(self) -> None:

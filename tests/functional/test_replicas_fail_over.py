@@ -311,3 +311,25 @@ def test_the_service_ends_with_a_message_when_the_cluster_has_another_number_of_
     command += ["--postgres-dsn", postgres]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1 and "4 shards" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_an_open_fate_of_an_earlier_epoch_does_not_hold_up_the_next(postgres: str) -> None:
+    """A replica that lost a shard in the middle of an append takes it again later."""
+    from metaservice.core.events import TookOver
+    from metaservice.journal.codec import encode_batch
+    from metaservice.journal.errors import FateUnknown
+    from metaservice.journal.postgres import PostgresJournal
+    from metaservice.journal.postgres_migrate import migrate
+    from metaservice.journal.postgres_settings import PostgresSettings
+
+    settings = PostgresSettings(postgres)
+    migrate(settings)
+    journal = PostgresJournal(settings, 0, "a")
+    journal.open()
+    epoch = journal.claim()
+    journal._unknown = FateUnknown("journal", 1, "the connection was lost")
+    batch = encode_batch([TookOver(1, epoch, "c")])
+    with pytest.raises(FateUnknown):
+        journal.append(1, 1, epoch, batch)
+    journal.append(1, 1, journal.claim(), batch)
+    journal.close()
