@@ -1,15 +1,46 @@
 """Snapshots of one of several shards, states that are compared, and the end of an epoch by plan."""
 
+import base64
+import zlib
+
+import msgspec
 import pytest
 
 from metaservice.core import commands as cmd
 from metaservice.core.capture import restore
-from metaservice.core.events import HotBlocks, StateChecked
+from metaservice.core.events import Event, HotBlocks, StateChecked
 from metaservice.core.machine import Machine
-from metaservice.core.model import EvictionPolicy, Quota
+from metaservice.core.model import EvictionPolicy, Limits, Quota
 from metaservice.core.summary import StateDiverged
 from tests.sim.fleet import Fleet, key
 from tests.unit.core_realm import LIMITS, Realm
+
+RELEASED = (
+    "c-oDXy>HV%6u|H7fGSj}DH407GK8f{BGHwqLm3%R1x&_GE{WyDj(nG<MGO_~#z35!Hbn?*NJ5*^h%PW8S;(DG5F1Oy|G>bA#"
+    "QALJ<I)x`(b@OjyLWf*-tT$aI)SfF!8Hh`VLOw|<q-M?rXGBt-Qof;w*@Ef7@{DWmP4MjSBiQ@#fjF+IziY4bvI$|IvBLdI#"
+    "$*;db0@|n0s^vF&!LPyP<VY{MZw>0Ia*N*>Dsm|MZv{NLYD<B%-TG!|`@T)?{PdZlN_|$Q$jvp;yY-+-$0fmIX~sE}>?wQY;"
+    "=-=~%By!4lxGAmf6BGX+#aZCsGkH|Gxm5kgrf*-_EDR76^y6yp2ps+1+`Wz<~BrRG~DJ&THAUzQDm>zl!Tue8|OY&Ev-TT)J"
+    "5piAu=XjQ?At~n|G=-`X#AG=m>yg?}^6~wk?gBl&DhsQK9>d=@*G3Ehp*)sP8HWT(LNvi!+_F^Icz>7h@htO<52$+R8NhQD+"
+    "3%+U+h9hR^&#9Spfx1{qoWR)^!1Cg1a&DwiNoq`z<|Wlp!JOs(k0)w0ydk!!m>`Jo4EY2In>QndZ~QZA^c2x6j3&he&e)5`!"
+    "naG2gt`Xjv}m?BYkD&ai&JdCKcjXc{y7EH)&bFVRnk|H!EP|($?6cK$r_Q$6~Yvhq#!YRQ+Ajs>D}&1C7VY?${W-aWdje;A="
+    "D<_IK)IZ<UAU<7=do@faT*r8xk0%UzCj@fxGV&4HH?*47u}h9A;rCnMZ*+gV|xa{sCfySRbfyp8C4fxNcAm`h_4U3|u+jst6"
+    "wk6Yd<-?J63Q43t+eK}HyGhL8=;SEqgT^W&;+sL0^eKD#vRw3;4O4TT_yM%n1!B?oYlr-f&QXU=smWczZMuVTNWKVY*Uz3c}"
+    "2$tjwG3(<x+chMX#$+N_h#B)Ry_SuK#tJYZApobc+WP)GK*nhD3MmM-N8toEgD{xG!2DN`T5G^Han-;?JS&MEzaVBX3CCyFj"
+    "bZ}K689!Tt+4SoN9mDDrbQ0zk`#5?m0^USa2fP{mSMJ`{joR1y-|t*~tarik_1`-`^q;pszrJffyJbE63sX*ME&"
+)
+"""A snapshot's chunks, the journal's events and the digest, as a release before several shards wrote them."""
+
+
+def test_what_a_release_before_several_shards_wrote_is_read_and_means_the_same() -> None:
+    data = zlib.decompress(base64.b85decode(RELEASED))
+    chunks, journal, digest = msgspec.msgpack.decode(data, type=tuple[list[bytes], bytes, bytes])
+    assert Machine.restore(chunks, 0, Limits()).digest() == digest
+    replica = Machine(0, Limits())
+    for event in msgspec.msgpack.decode(journal, type=list[Event]):
+        replica.apply(event)
+    assert replica.digest() == digest
+    assert replica.state.tenants["t"].usage.budget_blocks == 40
+    assert replica.state.storages["s"].usage.budget_bytes == 9_000
 
 
 def test_a_snapshot_of_another_number_of_shards_is_refused() -> None:
