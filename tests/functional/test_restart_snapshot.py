@@ -23,7 +23,7 @@ BATCHES_MAX = 40
 
 def keeper_of(bench: Bench) -> SnapshotKeeper:
     """What the service makes of `--snapshot-batches 40`, looking more often."""
-    command = ["-m", "metaservice.replica.cut", str(bench.path), "0"]
+    command = ["-m", "metaservice.replica.cut", "sqlite", str(bench.path), "0", "1"]
     return SnapshotKeeper(command, batches_max=BATCHES_MAX, check_s=0.05)
 
 
