@@ -44,6 +44,8 @@ from metaservice.telemetry.tracing import open_tracer
 log = logging.getLogger("metaservice")
 
 PREPARE_AGAIN_S = 1.0
+STALL_BASE_MS = 2_000
+"""And a renewal: by then everybody whose journal hangs has noticed and said so."""
 _BIND_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
@@ -205,7 +207,7 @@ def make_replica(
             renew_ms=config.lead_renew_ms,
             margin_ms=config.lead_margin_ms,
             handover_ms=config.handover_ms,
-            stall_ms=config.lead_ttl_ms // 2,
+            stall_ms=STALL_BASE_MS + config.lead_renew_ms,
         ),
         alone=not config.replicated,
         spread=config.spread,

@@ -36,8 +36,9 @@ class Pace:
     """How long a planned handover may take to make durable what is queued."""
     handover_ms: int = 1_000
     """How long the others leave a shard to the replica that it was handed to."""
-    stall_ms: int = 2_500
-    """An append that takes longer is handed to a replica whose journal works, if there is one."""
+    stall_ms: int = 3_000
+    """An append that takes longer is handed to a replica whose journal works, if there is one. Long enough
+    for everybody who waits as well to have said so (`life.SILENT_S`, a renewal, a look)."""
 
 
 class Election:
@@ -78,6 +79,7 @@ class Election:
         self._view_s = 0.0
         self._renewed_until_s = 0.0
         self._renew_s = 0.0
+        self._reported: Report | None = None
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._hand_to: dict[int, str] = {}
         self._wake = asyncio.Event()
@@ -88,7 +90,7 @@ class Election:
         """Renew, look, decide; for ever."""
         while True:
             try:
-                if self._now_s() >= self._renew_s:
+                if self._now_s() >= self._renew_s or self._changed():
                     self._renew_s = self._now_s() + self._pace.renew_ms / 1000
                     await self._renew()
                 elif not self._alone:
@@ -121,7 +123,8 @@ class Election:
 
     async def _renew(self) -> None:
         sent_s = self._now_s()
-        view = await self._leadership.renew(self._report())
+        report = self._reported = self._report()
+        view = await self._leadership.renew(report)
         self._see(view)
         good_s = (self._pace.ttl_ms - self._pace.margin_ms) / 1000
         self._renewed_until_s = FOR_EVER if self._alone else sent_s + good_s
@@ -141,6 +144,11 @@ class Election:
             else:
                 log.warning("the election answers again")
             self.trouble = trouble
+
+    def _changed(self) -> bool:
+        """Whether others should hear of us before the next renewal is due."""
+        last, now = self._reported, self._report()
+        return last is None or (last.journal_ok, last.ready) != (now.journal_ok, now.ready)
 
     def _report(self) -> Report:
         return Report(

@@ -35,6 +35,8 @@ REBUILD_PAUSE_MS_MAX = 5_000
 BATCHES_PER_READ_MAX = 64
 BYTES_PER_READ_MAX = 4 * 1024 * 1024
 LEADERLESS = ("", "")
+SILENT_S = 1.0
+"""A journal that does not answer for so long is not well."""
 
 
 class Clock:
@@ -96,8 +98,9 @@ class ShardLife:
         self.opened: OpenReport | None = None
         self.lease_until_s = 0.0
         """By our own clock. Set by the replica; before it is over we lead, if we do."""
-        self.journal_ok = False
-        """Whether the last word with the journal was a good one."""
+        self._last_word_good = False
+        self._asking_s: list[float] = []
+        """When the calls of the journal began that have not ended."""
         self.rebuilds = 0
         self._journal = journal
         self._clock = clock
@@ -199,13 +202,31 @@ class ShardLife:
 
     async def _call(self, what: Callable[..., Any], *args: Any) -> Any:
         """A call of the journal, and what it says about the journal's health."""
+        began_s = self._clock.now_s()
+        self._asking_s.append(began_s)
         try:
             result = await self._thread.call(what, *args)
         except JournalUnavailable:
-            self.journal_ok = False
+            self._last_word_good = False
             raise
-        self.journal_ok = True
+        finally:
+            self._asking_s.remove(began_s)
+        self._last_word_good = True
         return result
+
+    @property
+    def journal_ok(self) -> bool:
+        """Whether the last word with the journal was a good one, and it does not leave us waiting for the
+        next: what hangs must be known to hang long before its deadline, or leaders would hand over to those
+        who have not noticed yet."""
+        if not self._last_word_good:
+            return False
+        sequencer = self._sequencer
+        waiting_s = max(
+            self._clock.now_s() - min(self._asking_s) if self._asking_s else 0.0,
+            0.0 if sequencer is None else sequencer.stalled_s,
+        )
+        return waiting_s < SILENT_S
 
     # ------------------------------------------------------------ following
 
@@ -344,7 +365,7 @@ class ShardLife:
             await asyncio.sleep(0.002)
 
     def _durable(self, events: Sequence[Event], seq: int) -> None:
-        self.journal_ok = True
+        self._last_word_good = True
         if self._sequencer is not None and self._sequencer.progressed:
             self._pause_ms = REBUILD_PAUSE_MS  # rebuilding had helped
         self._hooks.applied(self.number, events, seq)

@@ -203,6 +203,33 @@ async def test_when_nobody_reaches_the_journal_the_leader_stays_and_answers_look
         assert (a.shard().epoch, a.shard().rebuilds) == (epoch, 0)
 
 
+async def test_d4_while_the_database_hangs_for_everybody_the_leader_stays_and_answers_lookups() -> None:
+    """Stopped, not dead: nothing is refused, calls just do not come back. Nobody may take the word of one
+    who has not noticed yet."""
+    with LocalPostgres() as server:
+        async with House(server.dsn).running() as house:
+            a = await house.leader()
+            await furnish(a.shard())
+            await fill(a.shard(), chain(5))
+            await caught_up(house, a)
+            epoch = a.shard().epoch
+            server.freeze()
+            try:
+                writing = asyncio.ensure_future(a.shard().submit(cmd.PutTenant(tenant="x")))
+                end_s = clock.lease_s() + 6
+                while clock.lease_s() < end_s:
+                    assert a.shard().ready and hits(a.shard(), chain(5)) == 5
+                    await asyncio.sleep(0.05)
+                with pytest.raises(ShardUnavailable) as told:
+                    await writing
+                assert told.value.code == "journal_unavailable"
+            finally:
+                server.thaw()
+            await until(lambda: not a.shard().stuck, "writes are taken again")
+            await a.shard().submit(cmd.PutTenant(tenant="y"))
+            assert (a.shard().epoch, a.shard().rebuilds) == (epoch, 0)
+
+
 class _unreachable:
     """Every journal of every replica says that it cannot be reached."""
 
