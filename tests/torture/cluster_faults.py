@@ -57,7 +57,7 @@ def kill_backend(ground: Ground) -> Window:
     time.sleep(0.2)
     back_s = ground.await_database()
     ground.await_back(ground.shards, back_s)
-    return Window(f"kill PostgreSQL's process {pid}", began_s, (), writes_s=back_s)
+    return Window(f"kill PostgreSQL's process {pid}", began_s, (), writes_s=back_s, lookups_on_s=back_s)
 
 
 def terminate_backends(ground: Ground) -> Window:
@@ -79,7 +79,7 @@ def kill_postmaster(ground: Ground) -> Window:
     ground.site.postgres.start()
     back_s = ground.await_database()
     ground.await_back(ground.shards, back_s)
-    return Window("kill PostgreSQL", began_s, (), writes_s=back_s)
+    return Window("kill PostgreSQL", began_s, (), writes_s=back_s, lookups_on_s=back_s)
 
 
 def kill_member(ground: Ground) -> Window:
@@ -141,7 +141,7 @@ def pause_postgres(ground: Ground) -> Window:
     ground.site.postgres.thaw()
     back_s = time.time()
     ground.await_back(ground.shards, back_s)
-    return Window("pause PostgreSQL", began_s, (), writes_s=back_s)
+    return Window("pause PostgreSQL", began_s, (), writes_s=back_s, lookups_on_s=back_s)
 
 
 def pause_member(ground: Ground) -> Window:
@@ -204,7 +204,7 @@ def fill_disk(ground: Ground) -> Window:
         ground.site.postgres.start()
     back_s = ground.await_database()
     ground.await_back(ground.shards, back_s)
-    return Window("PostgreSQL's disk is full", began_s, (), writes_s=back_s)
+    return Window("PostgreSQL's disk is full", began_s, (), writes_s=back_s, lookups_on_s=back_s)
 
 
 def _fill(ballast: Path) -> None:

@@ -9,8 +9,9 @@ Of a leader's answer at (shard, epoch e, seq s), asked for at t and come at u:
   see the zombie in `cluster_faults.py`, whose requests are sent before it wakes.)
 - *Commits.* A block that a finish called serving is in the journal, of that key at that place, published at
   p <= s: acknowledged after it was durable, whichever epoch gave the first answer. It was not lost: a later
-  lookup that lacks it is right only if the journal removed it, or was about to: what a leader decided to
-  remove is hidden before that is durable, so a removal counts from `HIDDEN_S` before its commit on.
+  lookup that lacks it is right only if the journal removed it at r <= s, or was about to: what a leader has
+  decided to remove is hidden before that is durable, which is at most what its next appends hold
+  (`APPENDS_AHEAD`), or what went down with it.
 - *Lookups.* Every place in an answer served at s: published at p <= s and not removed at any r <= s. Not "at
   s or later": the leader shows what is durable, and hides what it has decided to remove.
 - *Bytes.* A place that was found has its bytes until the promise ends: the lease, from before it was asked
@@ -43,7 +44,7 @@ from tests.sim.rows import Violation
 from tests.torture.cluster_journals import Journals
 from tests.torture.cluster_record import Commit, Looked, Place, Position, Record
 
-HIDDEN_S = 30.0
+APPENDS_AHEAD = 3
 COMMIT_S = 0.1
 SHOWN = 12
 
@@ -207,8 +208,12 @@ class Judge:
         copy = self._copy(commit.place)
         if copy is None or not copy.served_at(looked.at.seq):
             return  # lost and told already, or removed in time
-        removed_s = self._removed_s.get(commit.place)
-        if removed_s is None or removed_s > looked.at.received_s + HIDDEN_S:
+        told = self._journals.told[looked.at.shard]
+        row = bisect_left(told, looked.at.seq + 1, key=lambda one: one.batch.first_seq)
+        ahead = told[row : row + APPENDS_AHEAD]
+        if not ahead or ahead[0].batch.epoch != looked.at.epoch:
+            return
+        if not 0 < copy.removed_seq <= ahead[-1].batch.last_seq:
             self.verdict.wrong(LOST, f"{commit} is not found by {looked}: {copy}")
 
     def _fresh(self, looked: Looked) -> None:
@@ -252,10 +257,9 @@ class Judge:
 
     def settled(self) -> None:
         """With nobody writing any more, no budget is on its way for ever."""
-        try:
-            self._witness.escrow.settled()
-        except Violation as error:
-            self.verdict.wrong(QUOTA, str(error))
+        under_way = self._witness.escrow.under_way()
+        if under_way:
+            self.verdict.wrong(QUOTA, f"with nobody writing any more, {under_way}")
 
     def used(self) -> int:
         """Blocks of the tenant that are in use at the end."""

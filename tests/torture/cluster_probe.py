@@ -1,12 +1,12 @@
-"""How long a shard was away, as a client sees it: one prober a shard writes a block and looks it up with a
-lease, again and again, and remembers when that went well."""
+"""How long a shard was away, as a client sees it: one prober a shard writes a block, and looks it up with a
+lease, again and again, each in a thread of its own, and remembers when that went well."""
 
 import os
 import statistics
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +16,7 @@ from tests.torture.cluster_load import KEY_LENGTH, instance_of
 from tests.torture.cluster_record import Looked, Record
 from tests.torture.cluster_speech import Caller, Routes, Unanswered
 
-PAUSE_S = 0.1
+PAUSE_S = 0.15
 TRY_S = 0.4
 CALL_S = 1.5
 LEASE_MS = 500
@@ -24,42 +24,55 @@ PROBE = b"probe"
 """How keys begin that have no bytes anywhere."""
 
 
-class Prober(threading.Thread):
+class Prober:
     """Probes one shard. What it was told is part of the record too."""
 
     def __init__(self, shard: int, routes: Routes, record: Record) -> None:
-        super().__init__(name=f"probe-{shard}", daemon=True)
         self.shard = shard
         self.halt = threading.Event()
         self.writes: list[tuple[float, float]] = []
         """(asked, answered) of each probe that went well."""
         self.lookups: list[tuple[float, float]] = []
+        self._name = f"probe-{shard}"
         self._record = record
-        self._caller = Caller(routes, TRY_S)
+        self._writer = Caller(routes, TRY_S)
+        self._reader = Caller(routes, TRY_S)
+        self._threads = [
+            threading.Thread(target=self._run, args=(self._write, self.writes, self._writer), daemon=True),
+            threading.Thread(target=self._run, args=(self._look_up, self.lookups, self._reader), daemon=True),
+        ]
         self._instance = instance_of(shard)
         self._incarnation = ""
         self._requests = 0
-        self._key = b""
+        self._key = PROBE + bytes(KEY_LENGTH - len(PROBE))
         self._beat_s = 0.0
 
-    def run(self) -> None:
-        """See Thread."""
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, after `halt`."""
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, probe: Callable[[], bool], times: list[tuple[float, float]], caller: Caller) -> None:
         try:
             while not self.halt.is_set():
-                for probe, times in ((self._write, self.writes), (self._look_up, self.lookups)):
-                    began_s = time.time()
-                    try:
-                        well = probe()
-                    except Unanswered:
-                        well = False
-                    if well:
-                        times.append((began_s, time.time()))
+                began_s = time.time()
+                try:
+                    well = probe()
+                except Unanswered:
+                    well = False
+                if well:
+                    times.append((began_s, time.time()))
                 self.halt.wait(PAUSE_S)
         except Exception as error:
-            self._record.wrong("faults", f"{self.name}: {error!r}")
+            self._record.wrong("faults", f"{self._name}: {error!r}")
             raise
         finally:
-            self._caller.close()
+            caller.close()
 
     def _write(self) -> bool:
         if not self._incarnation or time.monotonic() - self._beat_s > 2.0:
@@ -67,9 +80,9 @@ class Prober(threading.Thread):
         self._requests += 1
         key = PROBE + os.urandom(KEY_LENGTH - len(PROBE))
         start = wire.StartWriteRequest(
-            engine=self.name, incarnation=self._incarnation, keys=[key], request_id=f"s{self._requests}"
+            engine=self._name, incarnation=self._incarnation, keys=[key], request_id=f"s{self._requests}"
         )
-        answer = self._caller.call(
+        answer = self._writer.call(
             "POST", f"/v1/instances/{self._instance}/writes", start, self.shard, CALL_S
         )
         if self._record.answered(answer) is None:
@@ -80,14 +93,14 @@ class Prober(threading.Thread):
         if started.session is None:
             return False
         finish = wire.FinishRequest(
-            engine=self.name,
+            engine=self._name,
             incarnation=self._incarnation,
             locations=started.locations,
             generations=started.generations,
             checksums=array("Q", [1]).tobytes(),
             request_id=f"f{self._requests}",
         )
-        answer = self._caller.call("POST", f"/v1/writes/{started.session}/finish", finish, self.shard, CALL_S)
+        answer = self._writer.call("POST", f"/v1/writes/{started.session}/finish", finish, self.shard, CALL_S)
         position = self._record.answered(answer)
         if position is None:
             return False
@@ -104,7 +117,7 @@ class Prober(threading.Thread):
             self._beat_s = time.monotonic()
             beat = wire.HeartbeatRequest(incarnation=self._incarnation)
             try:
-                answer = self._caller.call("POST", f"/v1/engines/{self.name}/heartbeat", beat, 0, CALL_S)
+                answer = self._writer.call("POST", f"/v1/engines/{self._name}/heartbeat", beat, 0, CALL_S)
             except Unanswered:
                 return
             if not answer.ok:
@@ -112,13 +125,13 @@ class Prober(threading.Thread):
         if not self._incarnation:
             incarnation = os.urandom(8).hex()
             body = wire.RegisterEngineRequest(incarnation=incarnation, instance=self._instance)
-            if self._caller.call("PUT", f"/v1/engines/{self.name}", body, 0, CALL_S).ok:
+            if self._writer.call("PUT", f"/v1/engines/{self._name}", body, 0, CALL_S).ok:
                 self._incarnation, self._beat_s = incarnation, time.monotonic()
 
     def _look_up(self) -> bool:
-        keys = [self._key or PROBE + bytes(KEY_LENGTH - len(PROBE))]
+        keys = [self._key]
         body = wire.LookupRequest(keys=keys, mode="each", lease_ms=LEASE_MS)
-        answer = self._caller.call("POST", f"/v1/instances/{self._instance}/lookup", body, self.shard, CALL_S)
+        answer = self._reader.call("POST", f"/v1/instances/{self._instance}/lookup", body, self.shard, CALL_S)
         position = self._record.answered(answer)
         if position is None:
             return False
@@ -143,17 +156,33 @@ class Window:
     writes_s: float = 0.0
     lookups_s: float = 0.0
     end_s: float = 0.0
+    lookups_on_s: float = 0.0
+    """Until when lookups must go on all the same; 0: they need not."""
     planned: bool = False
     away_s: dict[int, float] = field(default_factory=dict)
     """By shard, the longest time without a probe of either kind that went well."""
+    stopped_s: float = 0.0
+    """The longest time without a lookup while they had to go on."""
+    worst: str = ""
+    """The longest of them, in words."""
 
     def judge(self, probers: Sequence[Prober]) -> None:
-        """Fill in `away_s`."""
+        """Fill in what was away."""
+        longest = -1.0
+        self.stopped_s = 0.0
         for prober in probers:
-            self.away_s[prober.shard] = max(
-                gap_s(prober.writes, self.writes_s or self.began_s, self.end_s),
-                gap_s(prober.lookups, self.lookups_s or self.began_s, self.end_s),
-            )
+            if self.lookups_on_s:
+                gap = gap_s(prober.lookups, self.began_s, self.lookups_on_s)
+                self.stopped_s = max(self.stopped_s, gap)
+            gaps = {
+                "writes": gap_s(prober.writes, self.writes_s or self.began_s, self.end_s),
+                "lookups": gap_s(prober.lookups, self.lookups_s or self.began_s, self.end_s),
+            }
+            self.away_s[prober.shard] = max(gaps.values())
+            if self.away_s[prober.shard] > longest:
+                longest = self.away_s[prober.shard]
+                told = " and ".join(f"{kind} {gap:.2f} s" for kind, gap in gaps.items())
+                self.worst = f"shard {prober.shard} away for {longest:.2f} s ({told})"
 
 
 def gap_s(probes: Sequence[tuple[float, float]], began_s: float, end_s: float) -> float:

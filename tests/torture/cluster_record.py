@@ -85,6 +85,11 @@ class Record:
     """By instance, keys that were acknowledged lately."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def troubles(self) -> int:
+        """How much that must not happen was noticed so far."""
+        return len(self.dirty) + len(self.early) + len(self.faults)
+
     def answered(self, answer: Answer) -> Position | None:
         """Any answer: its position counts, if it has one."""
         if answer.shard < 0 or not answer.ok:

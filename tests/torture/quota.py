@@ -182,7 +182,7 @@ def _kill(site: Site, wanted: Wanted, note: Callable[[str], None]) -> int:
         for since_s, replica in [one for one in down if now_s - one[0] >= DOWN_S]:
             replica.launch()
             down.remove((since_s, replica))
-        if now_s - began_s >= (kills + 1) * wanted.every_s:
+        if now_s - began_s >= (kills + 0.5) * wanted.every_s:
             victim = site.leader(kills % SHARDS)
             if victim is not None:
                 victim.crash()
