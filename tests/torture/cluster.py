@@ -47,7 +47,7 @@ DELETED_TIMEOUT_S = 60.0
 SWEEP_KEYS = 400
 LOOKUPS_S = 2.0
 """Lookups that go on without a database are answered within so long, on a busy machine."""
-FAULTY = ("Traceback", "StateDiverged", "CorruptJournal")
+FAULTY = ("Traceback", "StateDiverged", "(I6)", "CorruptJournal")
 """What no replica may ever log."""
 
 
