@@ -19,6 +19,7 @@ from metaservice.journal.errors import (
     UnsupportedVersion,
 )
 from metaservice.journal.memory import AppendFault
+from metaservice.journal.port import Journal
 from metaservice.journal.records import record_crc
 from tests.contract.journal_benches import DAMAGE, DIGEST, append_to, body, damage, filled, seqs
 from tests.contract.postgres_bench import PostgresBench
@@ -185,6 +186,16 @@ def test_a_follower_notices_another_history_that_has_overtaken_it(postgres_bench
 # ---------------------------------------------------------------- fates
 
 
+def _resolved(journal: Journal, first_seq: int, payload: bytes) -> bool:
+    """Ask until it can be told: an impatient journal on a busy machine is asked more than once."""
+    for _ in range(50):
+        try:
+            return journal.resolve(first_seq, payload)
+        except FateUnknown:
+            continue
+    raise AssertionError("the fate was never known")
+
+
 def test_what_was_settled_cannot_come_in_late(postgres_bench: PostgresBench) -> None:
     journal = postgres_bench.impatient_journal()
     journal.open()
@@ -194,7 +205,7 @@ def test_what_was_settled_cannot_come_in_late(postgres_bench: PostgresBench) -> 
     postgres_bench.proxy.hold()
     with pytest.raises(FateUnknown):
         journal.append(3, 3, epoch, body(3))
-    assert journal.resolve(3, body(3)) is False
+    assert _resolved(journal, 3, body(3)) is False
     assert set(held) <= set(postgres_bench.backends())
     postgres_bench.proxy.let_go()
     postgres_bench.await_gone(held)
