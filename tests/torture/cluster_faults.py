@@ -30,7 +30,7 @@ def kill_leader(ground: Ground) -> Window:
     """SIGKILL to a replica that leads; it starts again."""
     victim, led = ground.leader()
     window = Window(f"kill {victim.name}, leader of {sorted(led)}", time.time(), tuple(led))
-    victim.crash()
+    ground.kill(victim)
     ground.await_back(window.shards, window.began_s)
     time.sleep(RESTART_S)
     return window
@@ -43,7 +43,7 @@ def kill_other(ground: Ground) -> Window:
     victim = ground.other_than(leader)
     led = ground.led(victim)
     window = Window(f"kill {victim.name}, leader of {sorted(led)}", time.time(), tuple(led))
-    victim.crash()
+    ground.kill(victim)
     ground.await_back(ground.shards, window.began_s)
     time.sleep(RESTART_S)
     return window

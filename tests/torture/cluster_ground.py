@@ -41,6 +41,7 @@ class Ground:
         self.rng = rng
         self.note = note
         self.shards = tuple(range(site.shards))
+        self._killed: set[str] = set()
 
     def leader(self) -> tuple[LocalReplica, dict[int, int]]:
         """The leader of a shard drawn by chance, and what it leads: shard -> epoch."""
@@ -62,6 +63,11 @@ class Ground:
     def other_than(self, leader: LocalReplica) -> LocalReplica:
         """Any other one."""
         return self.rng.choice([one for one in self.site.replicas if one is not leader])
+
+    def kill(self, victim: LocalReplica) -> None:
+        """SIGKILL; it stays down until everything is mended."""
+        self._killed.add(victim.name)
+        victim.crash()
 
     def await_back(self, shards: Sequence[int], since_s: float) -> None:
         """Until a write and a lookup that were asked after `since_s` went well on each of the shards."""
@@ -95,7 +101,10 @@ class Ground:
             site.postgres.start()
         for replica in site.replicas:
             if not replica.running:
+                if replica.name not in self._killed:
+                    self.record.wrong("faults", f"{replica.name} ended by itself: see {replica.log}")
                 replica.launch()
+        self._killed.clear()
         try:
             site.await_ready(WHOLE_TIMEOUT_S)
         except LocalFailed as error:
