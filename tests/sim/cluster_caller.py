@@ -12,6 +12,7 @@ from metaservice.core.replies import Finished, Started
 from .cluster_net import Host
 from .cluster_replica import Replica, Request
 from .cluster_seat import Answered, Elsewhere
+from .cluster_time import Entry, cancel
 from .rows import Violation
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Ask:
     """One call with its tries."""
 
     __slots__ = (
-        "answers", "caller", "command", "deadline_ms", "done", "first_sent_ms", "forward", "shard", "tries",
+        "answers", "caller", "command", "deadline_ms", "done", "forward", "shard", "timer", "tries",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,7 @@ class Ask:
         self.deadline_ms = deadline_ms
         self.forward = caller.rng.random() < 0.3
         self.tries = 0
+        self.timer: Entry = [0, 0, None, ()]
         self.answers: list[Any] = []
         self._try()
 
@@ -86,7 +88,7 @@ class Ask:
 
         request = Request(self.shard, self.command, answer, forward=self.forward)
         world.net.send(caller, target, target.request, request)
-        caller.after(TRY_MS, self._silent, number, target)
+        self.timer = caller.after(TRY_MS, self._silent, number, target)
 
     def _silent(self, number: int, target: Replica) -> None:
         if number == self.tries and self.done is not None:
@@ -124,6 +126,7 @@ class Ask:
 
     def _end(self, result: Answered | None, sent_ms: int) -> None:
         if self.done is not None:
+            cancel(self.timer)
             done, self.done = self.done, None
             done(result, sent_ms)
 

@@ -163,16 +163,17 @@ class Escrow:
         )
         return self.scopes[key].had[shard][at] or 0, coming, going
 
-    def settled(self) -> None:
-        """Nothing is on its way for ever."""
-        for key in self.scopes:
-            for shard in range(1, self.shards):
-                for at in range(2):
-                    _, coming, going = self.whereabouts(key, shard, at)
-                    if coming or going:
-                        raise Violation(
-                            f"I8: of {key} {coming} are still coming to shard {shard}, {going} going back"
-                        )
+    def under_way(self) -> str:
+        """What is on its way between a shard and the catalogue, in a sentence; "" for nothing."""
+        for shard in range(1, self.shards):
+            if self.returns[shard]:
+                return f"the catalogue has not taken {list(self.returns[shard].values())} of shard {shard}"
+            missing = [
+                grant for seq, grant in self.grants if seq > self.versions[shard] and grant.shard == shard
+            ]
+            if missing:
+                return f"shard {shard} has not taken {missing}"
+        return ""
 
 
 def _add(row: Amounts, event: ev.SliceGranted, sign: int) -> None:

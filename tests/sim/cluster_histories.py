@@ -16,7 +16,12 @@ SHRINK_TRIES_MAX = 120
 PLANTED_SEEDS_MAX = 2_000
 TRACE_LINES_MAX = 60
 
-CAUGHT_BY = {"lease_counted_from_the_answer": 1, "return_counted_before_durable": 1}
+CAUGHT_BY = {
+    "fenced_state_kept": 33,
+    "delay_counted_from_the_decision": 1322,
+    "lease_counted_from_the_answer": 129,
+    "return_counted_before_durable": 689,
+}
 """Bugs that few histories notice -> a seed that did, to be tried first."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Final
 
-from .cluster_time import Action, Heap
+from .cluster_time import Action, Entry, Heap, cancel
 
 
 class Silence:
@@ -39,9 +39,9 @@ class Host:
         self._letters: list[tuple[Action, tuple[Any, ...]]] = []
         self._timers: list[tuple[Action, tuple[Any, ...]]] = []
 
-    def after(self, delay_ms: int, action: Action, *arguments: Any) -> None:
+    def after(self, delay_ms: int, action: Action, *arguments: Any) -> Entry:
         """A timer of this life."""
-        self.heap.after(delay_ms, self._ring, self.life, action, arguments)
+        return self.heap.after(delay_ms, self._ring, self.life, action, arguments)
 
     def receive(self, action: Action, *arguments: Any) -> None:
         """A message arrives."""
@@ -133,10 +133,11 @@ class Net:
 
         def end(result: Any) -> None:
             if open_calls and life == source.life:
+                cancel(timer)
                 open_calls.pop()(result)
 
         def answer(result: Any) -> None:
             self._post(target, source, end, (result,))
 
+        timer = source.after(timeout_ms, end, SILENCE)
         self._post(source, target, serve, (answer,))
-        source.after(timeout_ms, end, SILENCE)

@@ -83,10 +83,16 @@ class Operator(Caller):
 
     @staticmethod
     def _other(rng: Random, quota: Quota) -> Quota:
-        factor = rng.choice((0.5, 0.8, 1.5))
+        """Lower, higher, or a limit where there was none and none where there was one."""
+        factor, turn = rng.choice((0.5, 0.8, 1.5)), rng.random() < 0.3
+
+        def other(limit: int | None, new: int) -> int | None:
+            if limit is None:
+                return new if turn else None
+            return None if turn else int(limit * factor)
+
         return Quota(
-            bytes=None if quota.bytes is None else int(quota.bytes * factor),
-            blocks=None if quota.blocks is None else int(quota.blocks * factor),
+            bytes=other(quota.bytes, rng.randint(200, 900)), blocks=other(quota.blocks, rng.randint(8, 40))
         )
 
     def switch(self, tenant: str, mode: SwitchMode) -> None:

@@ -43,6 +43,8 @@ def plan(seed: int) -> list[Act]:
             Act(rng.randint(0, HISTORY_MS), rng.choice(FAULTS), rng.getrandbits(32))
             for _ in range(rng.randint(3, 10))
         ]
+        if rng.random() < 0.3:
+            acts += [Act(rng.randint(0, HISTORY_MS), "snapshot", rng.getrandbits(32)) for _ in range(4)]
     return sorted(acts)
 
 
@@ -232,7 +234,7 @@ def shard_held_up(world: World, rng: Random) -> None:
     """Something holds the row of a shard: its appends take long, some so long that nobody waits for them."""
     shard = rng.randrange(world.shards)
     world.held_up_ms[shard] = rng.choice((60, 250, 350))
-    world.heap.after(rng.choice((400, 1_200)), lambda: world.held_up_ms.pop(shard, None))
+    world.heap.after(rng.choice((400, 1_200)), world.held_up_ms.clear)
 
 
 def stalling(name: str) -> Callable[[World, Random], None]:

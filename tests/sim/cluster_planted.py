@@ -14,6 +14,7 @@ from metaservice.core import apply
 from metaservice.core import events as ev
 from metaservice.core.apply_catalogue import APPLY
 from metaservice.core.errander import Errander
+from metaservice.core.memory import Memory
 from metaservice.journal.codec import decode_batch
 from metaservice.journal.port import Batch
 from metaservice.replica.feed import CatalogueLog
@@ -95,6 +96,18 @@ def gap_skipped() -> Iterator[None]:
 def follower_grants_leases() -> Iterator[None]:
     """A follower grants a read lease that no leader knows of."""
     with patch.object(cluster_seat, "follower_may", lambda _: True):
+        yield
+
+
+@contextmanager
+def delay_counted_from_the_decision() -> Iterator[None]:
+    """Bytes wait from when their removal was decided, however long it took to become durable."""
+    known = Memory.reveal
+
+    def reveal(self: Memory, durable_seq: int, _: int | None = None) -> None:
+        known(self, durable_seq)
+
+    with patch.object(Memory, "reveal", reveal):
         yield
 
 
@@ -184,6 +197,7 @@ PLANTED: dict[str, Planted] = {
         fenced_state_kept,
         gap_skipped,
         follower_grants_leases,
+        delay_counted_from_the_decision,
         lease_not_looked_at,
         lease_counted_from_the_answer,
         grant_used_before_durable,

@@ -84,7 +84,8 @@ def settle(world: World) -> None:
         for seat in replica.seats:
             if seat.leases:
                 raise Violation(f"I8: {replica.name} still holds leases of shard {seat.shard}")
-    world.witness.escrow.settled()
+    if under_way := world.witness.escrow.under_way():
+        raise Violation(f"I8: {under_way}")
     sweep(world)
     copies = world.witness.copies.values()
     want = {copy.place for copy in copies if copy.state == SERVING}

@@ -32,7 +32,8 @@ class Reading:
         self.lease_ms = rng.choice((0, 200, 800, LIMITS.lease_ms_max, LIMITS.lease_ms_max))
         self.promise: Promise | None = None
         self.lease = ""
-        if rng.random() < 0.25:
+        if rng.random() < 0.35:
+            self.lease_ms = rng.choice((0, 0, self.lease_ms))
             self._look()
             return
         known = self.lease_ms and rng.random() < 0.5

@@ -17,7 +17,7 @@ from .cluster_time import Clock
 if TYPE_CHECKING:
     from .cluster_world import World
 
-JUDGE_MS = 90
+JUDGE_MS = 130
 TIMING = Timing(successor_s=0.2, rank_s=0.1, stall_s=0.6, settle_s=1.0)
 
 

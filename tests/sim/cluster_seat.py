@@ -321,7 +321,7 @@ class Seat:
         """The sequencer's own rhythm."""
         if turn == self._turn and self.pipeline is not None:
             self._seal()
-            self.replica.after(TICK_MS, self._beat, turn)
+            self.replica.after(2 * TICK_MS if self.world.closing else TICK_MS, self._beat, turn)
 
     def _seal(self) -> None:
         """Decide what waits and send it to the journal, unless a batch is on its way."""

@@ -15,7 +15,7 @@ RENEW_MS = 200
 TIMEOUT_MS = 150
 """renew + 2 * timeout <= ttl / 2"""
 STALENESS_MS_MAX = 400
-POLL_MS = 120
+POLL_MS = 160
 TICK_MS = 100
 HISTORY_MS = 5_000
 """How long clients act and faults happen."""
@@ -31,12 +31,12 @@ LIMITS = Limits(
     late_write_ms=800,
     task_ttl_ms=1_000,
     task_retry_ms=200,
-    heartbeat_ms=500,
-    suspect_ms=1_500,
-    expire_ms=4_000,
+    heartbeat_ms=900,
+    suspect_ms=2_000,
+    expire_ms=5_000,
     forget_ms=60_000,
     hot_summary_ms=1_000,
-    errand_ms=200,
+    errand_ms=300,
 )
 """Scaled down, within the timing laws."""
 

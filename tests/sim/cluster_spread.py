@@ -81,7 +81,7 @@ class Spread:
     def _errands_again(self, seat: "Seat") -> None:
         if seat.leading and seat.shard not in self._telling:
             self._tell(seat)
-        self._replica.after(ERRAND_MS, self._errands_again, seat)
+        self._replica.after(3 * ERRAND_MS if self._world.closing else ERRAND_MS, self._errands_again, seat)
 
     def ask_for_room(self, seat: "Seat", then: Callable[[], None]) -> None:
         """Run the errands of a shard now, and go on when they are done, or after a while."""

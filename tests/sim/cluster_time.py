@@ -10,8 +10,16 @@ from typing import Any
 
 Action = Callable[..., None]
 
+Entry = list[Any]
+"""[when, number, action or None, its arguments]"""
+
 DRIFT_PERMILLE = 2
 """How much faster or slower a clock may run, in thousandths."""
+
+
+def cancel(entry: Entry) -> None:
+    """What was to happen does not."""
+    entry[2] = None
 
 
 class Heap:
@@ -19,20 +27,23 @@ class Heap:
 
     def __init__(self) -> None:
         self.now_ms = 0
-        self._heap: list[tuple[int, int, Action, tuple[Any, ...]]] = []
+        self._heap: list[Entry] = []
         self._serial = 0
 
-    def after(self, delay_ms: int, action: Action, *arguments: Any) -> None:
-        """Call `action(*arguments)` so much later."""
+    def after(self, delay_ms: int, action: Action, *arguments: Any) -> Entry:
+        """Call `action(*arguments)` so much later, unless `cancel` is called on what this returns."""
         self._serial += 1
-        heappush(self._heap, (self.now_ms + delay_ms, self._serial, action, arguments))
+        entry = [self.now_ms + delay_ms, self._serial, action, arguments]
+        heappush(self._heap, entry)
+        return entry
 
     def run(self, until_ms: int) -> None:
         """Let everything happen that is due by then."""
         heap = self._heap
         while heap and heap[0][0] <= until_ms:
             self.now_ms, _, action, arguments = heappop(heap)
-            action(*arguments)
+            if action is not None:
+                action(*arguments)
         self.now_ms = until_ms
 
 

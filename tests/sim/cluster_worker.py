@@ -17,7 +17,7 @@ from .cluster_witness import Place
 if TYPE_CHECKING:
     from .cluster_world import World
 
-TAKE_MS = 300
+TAKE_MS = 360
 
 
 class Worker(Caller):

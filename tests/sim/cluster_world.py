@@ -33,9 +33,9 @@ STATES = {
     LocationState.deleting: DELETING,
     LocationState.gone: GONE,
 }
-CHECK_EVERY = 24
+CHECK_EVERY = 40
 """Every so many batches a machine's counters are checked against its rows."""
-DIGEST_EVERY = 8
+DIGEST_EVERY = 12
 
 
 class World:
@@ -152,8 +152,9 @@ class World:
 
     def busy(self) -> bool:
         """Whether something is still on its way to its end."""
-        return (
-            any(True for _ in self.witness.open_sessions())
+        return bool(
+            self.witness.escrow.under_way()
+            or any(True for _ in self.witness.open_sessions())
             or any(copy.state == DELETING for copy in self.witness.copies.values())
             or any(promise.until_ms > self.heap.now_ms for promise in self.bytes.promises)
             or any(seat.leases for replica in self.replicas.values() for seat in replica.seats)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim import cluster_histories, cluster_planted
 from tests.sim.histories import caught_by, failure, regressions, report
 from tests.sim.operators import plan
 from tests.sim.planted import PLANTED
@@ -49,9 +50,12 @@ def test_failing_history_is_told_with_its_seed_and_shortened() -> None:
 
 @pytest.mark.slow
 def test_command_line_ends_with_one_json_object() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", "3"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", "9"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     result = json.loads(run.stdout.splitlines()[-1])
-    assert result["histories"] == 3 + len(regressions()) and result["violations"] == 0
-    assert result["planted"] == result["planted_caught"] == len(PLANTED)
+    known = len(regressions()) + len(cluster_histories.regressions())
+    assert result["histories"] == 9 + known and result["violations"] == 0
+    assert result["core"]["histories"] == 7 + len(regressions())
+    bugs = len(PLANTED) + len(cluster_planted.PLANTED)
+    assert result["planted"] == result["planted_caught"] == bugs
     assert run.stderr == "", "progress is for terminals only"
