@@ -124,6 +124,7 @@ def test_i9_spans_of_all_processes_arrive_and_none_hangs_when_the_collector_is_g
                 assert said.startswith(f"{name}/"), "people find the replica by it"
 
             second.crash()
+            lasting = traced(first)
             second.launch()
             second.await_ready()
             again = traced(second)
@@ -131,7 +132,7 @@ def test_i9_spans_of_all_processes_arrive_and_none_hangs_when_the_collector_is_g
             renewed = instance(collector, again)
             assert renewed.startswith("r2/")
             assert renewed != before["r2"], "another life is another instance"
-            assert instance(collector, traced(first)) == before["r1"], "one that lives on is the same"
+            assert instance(collector, lasting) == before["r1"], "one that lives on is the same"
 
             collector.answering.clear()
             traced(third)
