@@ -263,9 +263,11 @@ async def run(config: Config) -> None:
 
     async def leave() -> None:
         app.begin_drain()
-        await replica.leave()
-        starting.cancel()
-        server.request_stop()
+        try:
+            await replica.leave()
+        finally:
+            starting.cancel()
+            server.request_stop()
 
     leaving: list[asyncio.Task[None]] = []
 

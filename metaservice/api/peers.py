@@ -84,6 +84,11 @@ class Peers:
             raise PeerFailed(f"{url} did not answer: {_said(error)}", sent=True) from None
         except TimeoutError:
             raise PeerFailed(f"{url} did not answer within {timeout_ms} ms", sent=True) from None
+        except PeerFailed:
+            raise
+        except Exception as error:
+            # A connection that is reset as it is made comes out of the layers below as an AttributeError.
+            raise PeerFailed(f"{url} did not answer: {error!r}", sent=True) from error
 
     async def _received(self, response: httpx.Response) -> PeerReply:
         assert isinstance(response.stream, httpx.AsyncByteStream)

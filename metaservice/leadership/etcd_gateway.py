@@ -120,7 +120,9 @@ class Member:
         address = await self._address()
         try:
             status, content = await self._exchange(address, path, msgspec.json.encode(body))
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except Exception as error:
+            # Not only httpx's own errors: a connection that is reset as it is made comes out of the layers
+            # below as an AttributeError. Whatever it is, this member did not answer.
             self._addresses.failed(address)
             raise PlaceFailed(f"{type(error).__name__} {error}".rstrip()) from error
         except asyncio.CancelledError:

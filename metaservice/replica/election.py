@@ -83,6 +83,7 @@ class Election:
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._hand_to: dict[int, str] = {}
         self._wake = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------ the loop
 
@@ -100,6 +101,10 @@ class Election:
                 raise  # two processes of one name must not both go on
             except LeadershipError as error:
                 self._say_trouble(str(error))
+            except Exception as error:
+                # A fault of a library on the way is no reason to die: leases run out by themselves.
+                log.exception("asking the election failed")
+                self._say_trouble(f"asking it failed: {error!r}")
             for shard in self._shards:
                 await self._step(shard)
             self._wake.clear()
@@ -109,6 +114,7 @@ class Election:
 
     async def close(self) -> None:
         """End what is under way, and let go of the lease."""
+        self._tell()
         for turn in self._turns.values():
             turn.cancel()
         await asyncio.gather(*self._turns.values(), return_exceptions=True)
@@ -133,7 +139,20 @@ class Election:
             ours = holder is not None and holder.replica == self._replica
             shard.lease_until_s = self._renewed_until_s if ours else 0.0
 
+    async def news(self, wait_s: float) -> None:
+        """Wait, at most so long, until it may be known who leads what, and was not before. All who wait share
+        one future: thousands that look by themselves would take the time that the election needs."""
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._news], timeout=wait_s)
+
+    def _tell(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
     def _see(self, view: View) -> None:
+        self._tell()
         self._view = view
         self._view_s = self._now_s()
 
@@ -177,7 +196,7 @@ class Election:
                 warm=shard.warm,
                 journal_ok=shard.journal_ok,
                 stalled_s=shard.stalled_s,
-                stopping=self.leaving,
+                stopping=self.leaving and not self._alone,
                 hand_to=self._hand_to.get(number),
             )
         )
@@ -207,6 +226,7 @@ class Election:
             took_ms = (self._now_s() - started_s) * 1000
             log.info("shard %d: leading in epoch %d after %.0f ms", shard.number, shard.epoch, took_ms)
             self._on_lead(shard.number)
+            self._tell()
             return
         shard.lease_until_s = 0.0
         await self._resign(shard.number)
@@ -228,6 +248,7 @@ class Election:
 
     def fallen(self, number: int) -> None:
         """The shard stopped leading by itself: another may take it, or we again once it is rebuilt."""
+        self._hand_to.pop(number, None)  # nobody would want that hours later, when we lead it again
         if not self._alone:
             self._shards[number].lease_until_s = 0.0
             self._turns[number] = asyncio.create_task(self._resign(number))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from metaservice.core import commands as cmd
 from metaservice.core.events import Event
+from metaservice.core.machine import Machine
 from metaservice.core.spread import concerns
 
 from .shard import Shard
@@ -61,7 +62,7 @@ async def feed(log: CatalogueLog, catalogue: Shard, shard: Shard) -> None:
         return
     news = log.since(version) if version else None
     if news is None:
-        view = (await catalogue.settled()).catalogue_view()
+        view = await catalogue.at_rest(Machine.catalogue_view)
         if view.version > version:
             await shard.submit(cmd.SyncCatalogue(view=view))
     elif news:

@@ -234,6 +234,7 @@ class ShardLife:
         """Follow the journal whenever this shard does not lead, and rebuild what was thrown away. For
         ever."""
         while not self._stopping:
+            self._hint.clear()  # before reading: what a hint tells of meanwhile may not be in what is read
             try:
                 if self.role is Role.FOLLOWER:
                     wait_s = self._retry_at_s - self._clock.now_s()
@@ -250,7 +251,6 @@ class ShardLife:
                 self._observer.rebuilt(self.reason)
                 self._retry_at_s = self._clock.now_s() + self._pause_ms / 1000
                 self._pause_ms = min(2 * self._pause_ms, REBUILD_PAUSE_MS_MAX)
-            self._hint.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._hint.wait()
@@ -363,6 +363,8 @@ class ShardLife:
             if running.done() or self._clock.now_s() >= self.lease_until_s:
                 raise Diverged(self.reason if running.done() else "the take-over was not durable in time")
             await asyncio.sleep(0.002)
+        if running.done():
+            raise Diverged(self.reason)
 
     def _durable(self, events: Sequence[Event], seq: int) -> None:
         self._last_word_good = True
@@ -431,6 +433,8 @@ class ShardLife:
         if self.role in (Role.LEADER, Role.PROMOTING):
             await self.demote(self._call_timeout_s)
         async with self._turning:
+            if self._running is not None:  # what was cancelled on its way to leading
+                await self._let_go(0.0)
             if not self._closed:
                 self._closed = True
                 await self._thread.call(self._journal.close)

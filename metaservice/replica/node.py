@@ -154,6 +154,8 @@ class Replica(Hooks):
                     await shard.report(self.id)
                 except JournalError as error:
                     log.debug("shard %d: not reported: %s", shard.number, error)
+                except Exception:
+                    log.exception("shard %d: not reported", shard.number)
             await asyncio.sleep(REPORT_S)
 
     async def _keep_snapshots(self, shard: Shard, keeper: SnapshotKeeper) -> None:
@@ -290,8 +292,8 @@ class Replica(Hooks):
         self._waiters += 1
         try:
             deadline_s = self._now_s() + wait_ms / 1000
-            while not url and self._now_s() < deadline_s and not self._stopped:
-                await asyncio.sleep(WAIT_STEP_S)
+            while not url and (left_s := deadline_s - self._now_s()) > 0 and not self._stopped:
+                await self._election.news(left_s)
                 url = self.leader_url(number)
         finally:
             self._waiters -= 1

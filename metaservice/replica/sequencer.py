@@ -83,6 +83,7 @@ class Sequencer:
         self._cluster = cluster
         self._on_durable = on_durable
         self._queue: deque[Waiting] = deque()
+        self._looks: list[tuple[Callable[[Machine], Any], asyncio.Future[Any]]] = []
         self._in_flight: Sequence[Waiting] = ()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -128,6 +129,24 @@ class Sequencer:
         self._queue.append((command, future))
         self._wake.set()
         return future
+
+    def at_rest(self, look: Callable[[Machine], Any]) -> "asyncio.Future[Any]":
+        """What `look` sees once the batch in flight is durable, before another command is decided: under load
+        there is no other moment at which nothing is in flight."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._looks.append((look, future))
+        self._wake.set()
+        return future
+
+    def _look(self) -> None:
+        looks, self._looks = self._looks, []
+        for look, future in looks:
+            if future.done():
+                continue
+            try:
+                future.set_result(look(self.machine))
+            except Exception as error:  # a fault of who looks: nothing was changed
+                future.set_exception(error)
 
     def stop(self) -> None:
         """Take no more commands; `run` returns once what is queued is durable."""
@@ -223,6 +242,7 @@ class Sequencer:
         self.pipeline.committed(self._now_ms())
         if self._on_durable is not None:
             self._on_durable(sealed.events, sealed.last_seq)
+        self._look()
         append_ms = (self._now_s() - started_s) * 1000
         self._observer.batch(
             commands=commands,
@@ -285,6 +305,8 @@ class Sequencer:
         message: str = "the state is being rebuilt",
     ) -> None:
         waiting = [*batch, *self._queue]
+        waiting += [(cmd.Tick(), future) for _, future in self._looks]
+        self._looks.clear()
         self._queue.clear()
         for _, future in waiting:
             if not future.done():

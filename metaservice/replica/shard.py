@@ -3,7 +3,8 @@ journal; a replica that does not lead answers views and lookups without a lease,
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -21,6 +22,7 @@ from .sequencer import TICK_MS, Sequencer
 
 __all__ = ["LEADERLESS", "Clock", "Hooks", "InstanceInfo", "Shard", "StorageInfo"]
 
+T = TypeVar("T")
 UNKNOWN_MS = 1 << 53
 """A staleness that no bound allows."""
 
@@ -127,12 +129,14 @@ class Shard(ShardLife):
         """What the catalogue has to be told now. Leader only."""
         return self._leading().machine.errands(self._clock.now_ms())
 
-    async def settled(self) -> Machine:
-        """The machine at a moment when it says exactly what the journal says. Leader or follower."""
-        # a batch is in flight for a millisecond or so
-        while (sequencer := self._sequencer) is not None and not sequencer.pipeline.clean:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        return self.state
+    async def at_rest(self, look: Callable[[Machine], T]) -> T:
+        """What `look` sees of the machine at a moment when it says exactly what the journal says. Leader or
+        follower."""
+        sequencer = self._sequencer
+        if sequencer is None or sequencer.pipeline.clean:
+            return look(self.state)
+        seen: T = await sequencer.at_rest(look)
+        return seen
 
     # ------------------------------------------------------------ views, in every role
 

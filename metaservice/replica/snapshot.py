@@ -48,6 +48,7 @@ class SnapshotKeeper:
             sys.executable,
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env=self._environment,
         )
