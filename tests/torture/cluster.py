@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -31,7 +30,7 @@ if __package__ in (None, ""):
 from metaservice.cli.local.places import keep, temporary_folder
 from metaservice.cli.local.process import LocalFailed
 from metaservice.client import Client, ClientConfig
-from tests.torture.cluster_faults import KILLS, PARTITIONS, PAUSES, Fault, fill_disk
+from tests.torture.cluster_faults import chosen, fill_disk
 from tests.torture.cluster_ground import Ground
 from tests.torture.cluster_journals import Journals
 from tests.torture.cluster_judge import DIRTY, EARLY, FORKS, LOST, QUOTA, Judge, Verdict
@@ -132,7 +131,6 @@ class Torture:
                 Site(
                     self._folder,
                     replicas=wanted.replicas,
-                    shards=SHARDS,
                     etcd_members=wanted.etcd_members,
                     settings=self._settings,
                 )
@@ -192,11 +190,7 @@ class Torture:
 
     def _faults(self, ground: Ground, windows: list[Window]) -> None:
         wanted = self._wanted
-        faults: list[Fault] = [
-            *islice(cycle(KILLS), wanted.kills),
-            *islice(cycle(PAUSES), wanted.pauses),
-            *islice(cycle(PARTITIONS), wanted.partitions),
-        ]
+        faults = chosen(wanted.kills, wanted.pauses, wanted.partitions, etcd=wanted.etcd_members > 0)
         self._rng.shuffle(faults)
         if wanted.disk:
             self._disk = f"skipped: {ground.site.no_disk}" if ground.site.no_disk else "done"
@@ -319,6 +313,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-disk", action="store_true", help="do not fill PostgreSQL's disk")
     parser.add_argument("--ttl-ms", type=int, default=5_000)
     parser.add_argument("--engines", type=int, default=8)
+    parser.add_argument("--no-etcd", action="store_true", help="PostgreSQL's rows are the leases")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="leave data and logs behind")
     return parser.parse_args(arguments)
@@ -342,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         disk=not args.no_disk,
         ttl_ms=args.ttl_ms,
         engines=args.engines,
+        etcd_members=0 if args.no_etcd else 3,
         seed=args.seed,
     )
     with temporary_folder() as folder:

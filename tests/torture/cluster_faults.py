@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle, islice
 from pathlib import Path
 
 from metaservice.cli.local.process import LocalFailed, signal_all
@@ -20,6 +21,8 @@ Fault = Callable[[Ground], Window]
 RESTART_S = 1.0
 TERMINATIONS = 12
 BALLAST = "ballast"
+LEASE_LEFT = 0.6
+"""At least so much of a lease is left at any time: it is renewed every fifth of it, and a margin is kept."""
 SERVING = f"FROM pg_stat_activity WHERE datname = 'ucm' AND application_name <> '{NAME}'"
 
 
@@ -57,7 +60,7 @@ def kill_backend(ground: Ground) -> Window:
     time.sleep(0.2)
     back_s = ground.await_database()
     ground.await_back(ground.shards, back_s)
-    return Window(f"kill PostgreSQL's process {pid}", began_s, (), writes_s=back_s, lookups_on_s=back_s)
+    return _without_database(ground, f"kill PostgreSQL's process {pid}", began_s, back_s)
 
 
 def terminate_backends(ground: Ground) -> Window:
@@ -79,7 +82,7 @@ def kill_postmaster(ground: Ground) -> Window:
     ground.site.postgres.start()
     back_s = ground.await_database()
     ground.await_back(ground.shards, back_s)
-    return Window("kill PostgreSQL", began_s, (), writes_s=back_s, lookups_on_s=back_s)
+    return _without_database(ground, "kill PostgreSQL", began_s, back_s)
 
 
 def kill_member(ground: Ground) -> Window:
@@ -141,7 +144,7 @@ def pause_postgres(ground: Ground) -> Window:
     ground.site.postgres.thaw()
     back_s = time.time()
     ground.await_back(ground.shards, back_s)
-    return Window("pause PostgreSQL", began_s, (), writes_s=back_s, lookups_on_s=back_s)
+    return _without_database(ground, "pause PostgreSQL", began_s, back_s)
 
 
 def pause_member(ground: Ground) -> Window:
@@ -204,7 +207,16 @@ def fill_disk(ground: Ground) -> Window:
         ground.site.postgres.start()
     back_s = ground.await_database()
     ground.await_back(ground.shards, back_s)
-    return Window("PostgreSQL's disk is full", began_s, (), writes_s=back_s, lookups_on_s=back_s)
+    return _without_database(ground, "PostgreSQL's disk is full", began_s, back_s)
+
+
+def _without_database(ground: Ground, what: str, began_s: float, back_s: float) -> Window:
+    """Nobody had PostgreSQL: writes count from its return, and lookups go on, as long as the leases hold.
+    Where these are rows of PostgreSQL they end, too."""
+    if ground.site.etcd is not None:
+        return Window(what, began_s, (), writes_s=back_s, lookups_on_s=back_s)
+    held_s = min(back_s, began_s + LEASE_LEFT * ground.ttl_s)
+    return Window(what, began_s, (), writes_s=back_s, lookups_s=back_s, lookups_on_s=held_s)
 
 
 def _fill(ballast: Path) -> None:
@@ -231,15 +243,31 @@ PAUSES: tuple[Fault, ...] = (
     zombie, pause_leader, pause_postgres, zombie, pause_member, pause_backend, pause_etcd, zombie,
     pause_other, pause_leader,
 )  # fmt: skip
+POSTGRES_CUTS: tuple[Fault, ...] = (
+    cut(("postgres",)),
+    cut(("postgres",), ("in",)),
+    cut(("postgres",), loud=True),
+    cut(("postgres",), ("out",)),
+)
 PARTITIONS: tuple[Fault, ...] = (
     cut(("etcd",)),
-    cut(("postgres",)),
+    POSTGRES_CUTS[0],
     cut(("etcd", "postgres")),
-    cut(("postgres",), ("in",)),
+    POSTGRES_CUTS[1],
     cut(("etcd",), ("in",)),
-    cut(("postgres",), loud=True),
+    POSTGRES_CUTS[2],
     cut(("etcd",), ("out",)),
-    cut(("postgres",), ("out",)),
+    POSTGRES_CUTS[3],
     cut(("etcd",), loud=True),
 )
 """Each is done in turn, as often as is asked for."""
+OF_ETCD = frozenset({kill_member, pause_member, pause_etcd, *PARTITIONS}) - frozenset(POSTGRES_CUTS)
+
+
+def chosen(kills: int, pauses: int, partitions: int, *, etcd: bool) -> list[Fault]:
+    """So many faults of each kind; without etcd none of etcd's."""
+    return [
+        fault
+        for faults, count in ((KILLS, kills), (PAUSES, pauses), (PARTITIONS, partitions))
+        for fault in islice(cycle([one for one in faults if etcd or one not in OF_ETCD]), count)
+    ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metaservice.cli.local.cluster import DATABASE, LocalCluster
+from metaservice.cli.local.etcd import EtcdMember
 from metaservice.cli.local.places import HOST
 from metaservice.cli.local.process import LocalFailed, LocalProcess
 from metaservice.cli.local.replicas import LocalReplica, Settings
@@ -26,12 +27,16 @@ WAL = {"max_wal_size": "'64MB'", "min_wal_size": "'32MB'", "track_commit_timesta
 class Site(LocalCluster):
     """A `LocalCluster` behind proxies. The thread that starts it must live as long as it."""
 
-    def __init__(
-        self, folder: Path, *, replicas: int, shards: int, etcd_members: int, settings: Settings
-    ) -> None:
-        """`settings`: of every replica, beside where its stores are."""
+    def __init__(self, folder: Path, *, replicas: int, etcd_members: int, settings: Settings) -> None:
+        """`etcd_members` 0: PostgreSQL's rows are the leases. `settings`: of every replica, beside where its
+        stores are."""
         super().__init__(
-            folder, replicas=replicas, shards=shards, etcd_members=etcd_members, settings=settings
+            folder,
+            replicas=replicas,
+            shards=SHARDS,
+            etcd_members=etcd_members,
+            leadership="etcd" if etcd_members else "sql_lease",
+            settings=settings,
         )
         self.disk: Path | None = None
         """The small file system that PostgreSQL is on; None where there may be none."""
@@ -65,10 +70,9 @@ class Site(LocalCluster):
 
     def launch_replicas(self) -> None:
         """See LocalCluster."""
-        assert self.etcd is not None
         names = [f"r{number}" for number in range(1, self._count + 1)]
         stores = {POSTGRES: self.postgres.port}
-        for member in self.etcd.members:
+        for member in self._members:
             stores[member.name] = int(member.endpoint.rpartition(":")[2])
         self._proxies = self._stack.enter_context(
             Proxies({f"{name}:{store}": port for name in names for store, port in stores.items()})
@@ -81,16 +85,21 @@ class Site(LocalCluster):
 
     def links(self, replica: str, store: str) -> list[str]:
         """The links of a replica to `postgres`, or to `etcd`: all its members."""
-        assert self.etcd is not None
-        stores = [store] if store == POSTGRES else [member.name for member in self.etcd.members]
+        stores = [store] if store == POSTGRES else [member.name for member in self._members]
         return [f"{replica}:{one}" for one in stores]
 
+    @property
+    def _members(self) -> list[EtcdMember]:
+        return self.etcd.members if self.etcd is not None else []
+
     def _own(self, name: str) -> Settings:
-        assert self.etcd is not None
         ports = self.proxies.ports
         here, there = f"{HOST}:{self.postgres.port}", f"{HOST}:{ports[f'{name}:{POSTGRES}']}"
+        own: Settings = {"postgres_dsn": self.dsn.replace(here, there)}
+        if self.etcd is None:
+            return own
         endpoints = [f"http://{HOST}:{ports[link]}" for link in self.links(name, "etcd")]
-        return {"postgres_dsn": self.dsn.replace(here, there), "etcd_endpoints": endpoints}
+        return {**own, "etcd_endpoints": endpoints}
 
 
 def mount(place: Path, size_mib: int) -> str:

@@ -118,7 +118,6 @@ def run(folder: Path, wanted: Wanted, note: Callable[[str], None]) -> tuple[Outc
             Site(
                 folder,
                 replicas=wanted.replicas,
-                shards=SHARDS,
                 etcd_members=wanted.etcd_members,
                 settings=settings,
             )
@@ -137,6 +136,9 @@ def run(folder: Path, wanted: Wanted, note: Callable[[str], None]) -> tuple[Outc
             writer.start()
         try:
             kills = _kill(site, wanted, note)
+            for replica in site.replicas:
+                if not replica.running:
+                    record.wrong("faults", f"{replica.name} ended by itself: see {replica.log}")
             site.await_ready()
             for writer in writers:
                 writer.filling = True
