@@ -84,11 +84,19 @@ class Election:
         self._hand_to: dict[int, str] = {}
         self._wake = asyncio.Event()
         self._news: asyncio.Future[None] | None = None
+        self._over = False
+        self._refusal = ""
 
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Renew, look, decide; for ever."""
+        """Renew, look, decide; for ever. Raises ReplicaSuperseded."""
+        try:
+            await self._run()
+        finally:
+            self._over = True
+
+    async def _run(self) -> None:
         while True:
             try:
                 if self._now_s() >= self._renew_s or self._changed():
@@ -215,8 +223,11 @@ class Election:
             if not await self._leadership.acquire(shard.number):
                 return
         except LeadershipError as error:
-            self._say_trouble(str(error))
+            if str(error) != self._refusal:  # it is tried again with every look
+                self._refusal = str(error)
+                log.error("shard %d cannot be acquired: %s", shard.number, error)
             return
+        self._refusal = ""
         shard.lease_until_s = self._renewed_until_s
         self._turns[shard.number] = asyncio.create_task(self._promote(shard))
 
@@ -304,6 +315,8 @@ class Election:
 
     def _left(self) -> bool:
         """Whether nothing is led here any more, and others lead where there are others."""
+        if self._over:
+            return True  # nobody changes any role any more
         if any(one.role is not Role.FOLLOWER for one in self._shards):
             return False
         return not self.able() or all(self.leader(one.number)[1] for one in self._shards)

@@ -21,9 +21,9 @@ from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
 from tests.unit.replica_house import Told
 
-TTL_MS = 1_000
+TTL_MS = 2_000
 PACE = Pace(
-    ttl_ms=TTL_MS, renew_ms=100, margin_ms=100, look_ms=20, drain_ms=1_000, handover_ms=300, stall_ms=1_500
+    ttl_ms=TTL_MS, renew_ms=100, margin_ms=100, look_ms=20, drain_ms=1_000, handover_ms=300, stall_ms=2_500
 )
 WAIT_S = 20.0
 LIMITS = Limits(lease_ms_max=1_000, reclaim_delay_ms=200, late_write_ms=200)
