@@ -5,6 +5,7 @@ shard.
 coroutine, and so is what has to be asked elsewhere.
 """
 
+import asyncio
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -40,6 +41,9 @@ _OF_THE_CATALOGUE = frozenset(
     }
 )  # fmt: skip
 """What a shard refuses because of what is registered, as far as it knows."""
+
+_HUNG_UP = HttpResponse(499, JSON, b"")
+"""Nobody reads it: what is counted for a caller who did not wait for the answer."""
 
 _to_json = msgspec.json.Encoder().encode
 _to_msgpack = msgspec.msgpack.Encoder().encode
@@ -145,6 +149,9 @@ class HotRoutes:
     ) -> HttpResponse:
         try:
             response = await self._settled(call, route, body, work)
+        except asyncio.CancelledError:
+            self._account(call, route, started, _HUNG_UP)
+            raise
         except Exception as failure:
             response = self._failed(call, failure)
         self._account(call, route, started, response)
