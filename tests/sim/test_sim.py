@@ -55,7 +55,7 @@ def test_command_line_ends_with_one_json_object() -> None:
     result = json.loads(run.stdout.splitlines()[-1])
     known = len(regressions()) + len(cluster_histories.regressions())
     assert result["histories"] == 9 + known and result["violations"] == 0
-    assert result["core"]["histories"] == 7 + len(regressions())
+    assert result["core"]["histories"] == 8 + len(regressions())
     bugs = len(PLANTED) + len(cluster_planted.PLANTED)
     assert result["planted"] == result["planted_caught"] == bugs
     assert run.stderr == "", "progress is for terminals only"

@@ -36,7 +36,7 @@ from .setting import Deployment, Setting
 
 Place = tuple[int, int]
 """(location, generation)"""
-CHECK_EVERY = 8
+CHECK_EVERY = 12
 USERS = (StartWrite, PutTenant, PutGroup, PutInstance, PutStorage)
 
 
