@@ -101,6 +101,9 @@ class ShardLife:
         self._last_word_good = False
         self._asking_s: list[float] = []
         """When the calls of the journal began that have not ended."""
+        self.fault: Exception | None = None
+        """What the last attempt to take over failed with."""
+        self._said = ""
         self.rebuilds = 0
         self._journal = journal
         self._clock = clock
@@ -314,6 +317,7 @@ class ShardLife:
         already. False: it did not work out (see `reason`), and the lease should be given back."""
         self.role = turned(self.role, Turn.ACQUIRED)
         self.reason = "taking over"
+        self.fault = None
         async with self._turning:
             try:
                 if self._tail is None:
@@ -322,8 +326,11 @@ class ShardLife:
             except Exception as error:
                 if not isinstance(error, JournalError | ShardUnavailable | Diverged):
                     log.exception("shard %d: taking over failed", self.number)
+                self.fault = error
                 self.reason = f"taking over failed: {error}"
-                log.error("shard %d: %s", self.number, self.reason)
+                if self.reason != self._said:  # it is tried again and again
+                    self._said = self.reason
+                    log.error("shard %d: %s", self.number, self.reason)
             else:
                 if self._clock.now_s() < self.lease_until_s and not self._stopping:
                     self.role = turned(self.role, Turn.TOOK_OVER)

@@ -98,6 +98,10 @@ class Replica(Hooks):
         while self._alone and not self._stopping and not all(one.ready for one in self._shards):
             if election.done():
                 election.result()
+            for shard in self._shards:
+                # Alone, what is wrong with the journal is wrong with the start: nobody else can lead.
+                if isinstance(shard.fault, JournalError) and not isinstance(shard.fault, JournalUnavailable):
+                    raise shard.fault
             await asyncio.sleep(0.005)
 
     async def _load(self, shard: Shard) -> None:
