@@ -10,9 +10,9 @@ from contextlib import suppress
 from metaservice.cli.local.cluster import LocalCluster
 from metaservice.cli.local.replicas import LocalReplica
 from metaservice.client import Client, ClientConfig
+from tests.bench.bench_clients import write
 from tests.bench.bench_report import Fact
 from tests.bench.bench_service import CHAIN_KEYS, INSTANCE, BenchError, chain, set_up_with
-from tests.bench.bench_clients import write
 
 TTL_MS = 5_000
 WAIT_S = 180.0

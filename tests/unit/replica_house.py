@@ -21,8 +21,8 @@ from metaservice.journal.port import Journal
 from metaservice.journal.sqlite import SqliteJournal
 from metaservice.leadership.single import SingleLeadership
 from metaservice.replica import life as replica_life
-from metaservice.replica.errors import ShardUnavailable
 from metaservice.replica.election import Pace
+from metaservice.replica.errors import ShardUnavailable
 from metaservice.replica.node import Replica
 from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
