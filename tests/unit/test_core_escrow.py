@@ -277,10 +277,10 @@ def test_a_storages_capacity_is_shared_too_and_overdue_deletions_count() -> None
     assert slices(realm, 0, scope)[1] == 20 * BLOCK, "their bytes are still there"
     realm.rest(6)
     realm.start(0, 40)
-    have = slices(realm, 0, scope)[1]
+    slice_bytes = slices(realm, 0, scope)[1]
     settled = realm.errand(1, realm.limits.errand_ms)
-    assert have is not None and settled is not None
-    assert sum(one.bytes for one in settled.give) <= have - 20 * BLOCK, "the catalogue knows that too"
+    assert slice_bytes is not None and settled is not None
+    assert sum(one.bytes for one in settled.give) <= slice_bytes - 20 * BLOCK, "the catalogue knows that too"
     view = realm.catalogue.describe_one("storages", "sa", realm.now_ms)
     assert view.overdue_bytes == 5 * BLOCK  # type: ignore[union-attr]
     realm.check()
