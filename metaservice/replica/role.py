@@ -72,6 +72,9 @@ class Timing:
     each that comes before them; `stall_s`: after which an append counts as stalled; `settle_s`: how long a
     replica that leads less has to be able before a shard moves to it."""
 
+    able_s: float = 1.5
+    """How long another must have been able to lead before a stalled leader gives way to it: when a database
+    that hung for everybody comes back, whoever hears of it first must not cost the leader its shards."""
     successor_s: float = 1.0
     rank_s: float = 0.3
     stall_s: float = 2.5
@@ -109,6 +112,7 @@ class Judge:
         self._spread = spread
         self._vacant_s: float | None = None
         self._lighter_since: tuple[str, float] = ("", 0.0)
+        self._able_since_s: float | None = None
 
     def decide(self, facts: Facts) -> Decision:
         """What to do now, and why."""
@@ -126,17 +130,20 @@ class Judge:
             return Decision(
                 Action.DEMOTE, "our lease is over or no longer ours; another may lead from now on"
             )
+        able = self._successor(facts)
+        if not able:
+            self._able_since_s = None
+        elif self._able_since_s is None:
+            self._able_since_s = facts.now_s
         if facts.role is Role.PROMOTING:
             return Decision(Action.STAY, "taking over")
         if facts.stopping:
-            return Decision(Action.HAND_OVER, "this replica stops", self._successor(facts))
+            return Decision(Action.HAND_OVER, "this replica stops", able)
         if facts.hand_to is not None:
-            return Decision(
-                Action.HAND_OVER, "an operator asked for it", facts.hand_to or self._successor(facts)
-            )
+            return Decision(Action.HAND_OVER, "an operator asked for it", facts.hand_to or able)
         if facts.stalled_s >= self._timing.stall_s:
-            able = self._successor(facts)
-            if able:
+            since_s = self._able_since_s
+            if since_s is not None and facts.now_s - since_s >= self._timing.able_s:
                 return Decision(
                     Action.HAND_OVER,
                     f"our appends have stalled for {facts.stalled_s:.1f} s, and {able} says that its "
@@ -144,7 +151,7 @@ class Judge:
                     able,
                 )
             return Decision(
-                Action.STAY, "the journal does not answer anybody: going on with lookups, from memory"
+                Action.STAY, "the journal answers nobody for long enough: going on with lookups, from memory"
             )
         lighter = self._lighter(facts)
         if lighter:

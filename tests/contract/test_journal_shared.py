@@ -196,6 +196,7 @@ def _resolved(journal: Journal, first_seq: int, payload: bytes) -> bool:
     raise AssertionError("the fate was never known")
 
 
+@pytest.mark.slow
 def test_what_was_settled_cannot_come_in_late(postgres_bench: PostgresBench) -> None:
     journal = postgres_bench.impatient_journal()
     journal.open()

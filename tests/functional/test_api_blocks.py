@@ -75,7 +75,7 @@ async def test_blocks_are_written_once_and_found_with_all_their_places(house: Ho
     assert numbers(found["storages"], "H") == [0, 0, 0]
     assert numbers(found["checksums"], "Q") == sums
     assert found["lease"].startswith("r-0-")
-    assert found["epoch"] == house.shard.epoch and found["seq"] == house.shard.durable_seq
+    assert found["epoch"] == house.shard.epoch and 0 < found["seq"] <= house.shard.durable_seq
     if house.speech.is_json:
         first = numbers(found["generations"], "I")[0]
         assert found["uris"][0] == {

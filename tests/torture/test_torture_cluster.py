@@ -185,14 +185,24 @@ def allows_less(evidence: Evidence) -> None:
 
 
 def grants_twice(evidence: Evidence) -> None:
-    """Budget that comes out of nothing."""
-    change(
-        evidence,
-        0,
-        ev.SliceGranted,
-        lambda event: msgspec.structs.replace(event, blocks=event.blocks + 1),
-        skip=6,
-    )
+    """Budget that comes out of nothing: every grant of blocks is one larger than what it was decided from."""
+    told = evidence.journals.told[0]
+    grants = [
+        event
+        for one in told
+        for event in decode_batch(one.batch.payload)
+        if isinstance(event, ev.SliceGranted)
+    ]
+    rows = [row for row, event in enumerate(grants) if event.blocks]
+    assert rows, "no grant of blocks"
+    for row in rows:
+        change(
+            evidence,
+            0,
+            ev.SliceGranted,
+            lambda event: msgspec.structs.replace(event, blocks=event.blocks + 1),
+            skip=row,
+        )
 
 
 def slots_in(told: Told, kind: type[ev.BlocksRemoved] | type[ev.LocationsGone]) -> list[int]:

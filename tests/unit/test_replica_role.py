@@ -157,12 +157,25 @@ def test_an_operator_says_to_whom() -> None:
 
 def test_a_leader_whose_appends_stall_hands_over_only_to_one_whose_journal_works() -> None:
     assert judge().decide(replace(LEADER, stalled_s=2.4)).action is Action.STAY
-    decision = judge().decide(replace(LEADER, stalled_s=2.5))
+    decision = after(judge(), replace(LEADER, stalled_s=2.5), 1.5)
     assert (decision.action, decision.successor) == (Action.HAND_OVER, "b")
     deaf = Report(journal_ok=False, ready=True)
     nobody = replace(LEADER, stalled_s=60.0, view=view({0: "a"}, {"a": deaf, "b": deaf, "c": deaf}))
     decision = judge().decide(nobody)
     assert decision.action is Action.STAY and "lookups" in decision.sentence
+
+
+def test_a_database_that_comes_back_for_everybody_costs_no_leader_its_shard() -> None:
+    """Whoever hears of it first says so; the leader's own append comes through a moment later."""
+    deaf, one = Report(journal_ok=False, ready=True), judge()
+    hung = replace(LEADER, stalled_s=9.0, view=view({0: "a"}, {"a": deaf, "b": deaf, "c": deaf}))
+    assert one.decide(hung).action is Action.STAY
+    back = replace(
+        LEADER, stalled_s=9.1, now_s=100.1, view=view({0: "a"}, {"a": deaf, "b": READY, "c": READY})
+    )
+    assert one.decide(back).action is Action.STAY
+    assert one.decide(replace(back, stalled_s=10.0, now_s=101.0)).action is Action.STAY
+    assert one.decide(replace(back, stalled_s=0.0, now_s=101.2)).action is Action.STAY
 
 
 def test_shards_move_one_by_one_until_all_lead_about_as_many() -> None:

@@ -91,17 +91,32 @@ class LocalCluster:
             replica.launch()
 
     def await_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns once every running replica is ready and every shard has a leader that serves. Raises
-        `LocalFailed` when that is not so in time."""
+        """Returns once every running replica is ready and knows the others, and every shard has a leader that
+        serves. Raises `LocalFailed` when that is not so in time."""
         deadline = time.monotonic() + timeout_s
         for replica in self.replicas:
             if replica.running:
                 replica.await_ready(timeout_s)
         for _ in until(deadline):
-            if all(self.leader(shard) is not None for shard in range(self.shards)):
+            if self._acquainted() and all(self.leader(shard) is not None for shard in range(self.shards)):
                 return
         absent = [shard for shard in range(self.shards) if self.leader(shard) is None]
         raise LocalFailed(f"shards {absent} have no leader after {timeout_s:g} s; logs are in {self.folder}")
+
+    def _acquainted(self) -> bool:
+        """Whether every running replica knows that every other one could lead."""
+        running = {replica.name for replica in self.replicas if replica.running}
+        for replica in self.replicas:
+            if replica.running:
+                status = replica.status()
+                able = {
+                    one["replica"]
+                    for one in (status or {}).get("members", ())
+                    if one["ready"] and one["journal_ok"]
+                }
+                if not running <= able:
+                    return False
+        return True
 
     def leader(self, shard: int) -> LocalReplica | None:
         """The replica that says that it leads the shard and serves; None when none says so."""
