@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+BACKEND ?= sqlite
 SEEDS ?= 2000
 KILLS ?= 25
 PAUSES ?= 10
@@ -27,7 +28,7 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON VENV SEEDS KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS"
+	@echo "  Variables: PYTHON VENV SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS"
 
 .PHONY: demo
 demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
@@ -67,8 +68,8 @@ sim: $(VENV)/.ready-dev ## Seeded histories of the core against a naive model (S
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS) $(SIM_ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.ready-dev ## Measure the service over the wire and print a table
-	@$(BIN)/python tests/bench/run.py $(BENCH_ARGS)
+bench: $(VENV)/.ready-dev ## Measure the service over the wire and print a table (BACKEND=postgres: replicas' journal)
+	@$(BIN)/python tests/bench/run.py --backend $(BACKEND) $(BENCH_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.ready-dev ## Check style, types and the import contracts
