@@ -36,7 +36,7 @@ from .setting import Deployment, Setting
 
 Place = tuple[int, int]
 """(location, generation)"""
-CHECK_EVERY = 12
+CHECK_EVERY = 20
 USERS = (StartWrite, PutTenant, PutGroup, PutInstance, PutStorage)
 
 

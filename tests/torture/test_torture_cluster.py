@@ -297,7 +297,7 @@ def test_a_loud_cut_resets_connections_and_refuses_new_ones() -> None:
             proxies.cut(["link"], loud=True)
             with pytest.raises(OSError):
                 here.recv(10)
-            with create_connection(address, 5) as again, pytest.raises(OSError):
+            with pytest.raises(OSError), create_connection(address, 5) as again:
                 again.sendall(b"x")
                 again.recv(10)
                 again.sendall(b"x")

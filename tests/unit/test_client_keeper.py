@@ -240,7 +240,7 @@ def test_b4_what_the_engine_forgot_is_not_renewed_for_ever() -> None:
     with peer(service) as one, client_for(one, keep_ms_max=700) as client:
         lease = client.lookup("i", KEYS, lease_ms=400, renew=True).lease or ""
         eventually(lambda: not client.held(lease), 3.0)
-        assert time.monotonic() > service.deadlines_s[lease]
+        assert time.monotonic() > service.deadlines_s[lease] - 0.05  # two clocks of two sides
         count = len(got(one, "renew"))
         time.sleep(0.4)
         assert len(got(one, "renew")) == count
