@@ -264,11 +264,6 @@ class Replica(Hooks):
 
     # ------------------------------------------------------------ shards and leaders
 
-    @property
-    def catalogue(self) -> Shard:
-        """Shard 0."""
-        return self._shards[CATALOGUE]
-
     def shard(self, number: int) -> Shard:
         """The shard of that number."""
         return self._shards[number]
