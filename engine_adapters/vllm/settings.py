@@ -1,0 +1,95 @@
+"""What an operator may set, in vLLM's `kv_connector_extra_config`. `docs/engines/vllm.md` lists it all."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from metaservice.client.config import ClientConfig
+
+Mib = 1 << 20
+
+
+class SettingsRefused(ValueError):
+    """A setting cannot be: the message names it, what it was and what would be right."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Durations in ms, sizes in bytes."""
+
+    url: str = "http://127.0.0.1:8600"
+    """Where the service is; several replicas with commas between."""
+    group: str
+    """The instance group that pays for the blocks; an operator made it."""
+    engine: str = ""
+    """The engine's id, kept over restarts; empty: made of host name and port of the engine's process."""
+    instance_prefix: str = "vllm"
+    """Instances are named `<prefix>-<digest of the namespace>`."""
+    tenant: str = ""
+    salt: str = ""
+    """Engines with different tenants or salts never share a block."""
+    revision: str = ""
+    """The model's revision where vLLM was told none (a folder of one's own)."""
+    weight_version: str = ""
+    weight_version_file: str = ""
+    """A file whose text is the version of the weights; read at start and when vLLM resets its caches."""
+
+    load: Literal["async", "sync"] = "async"
+    """`async`: a request waits for its blocks beside the engine's steps. `sync`: the step waits for them."""
+    save: bool = True
+    """Whether this engine stores what it computes."""
+    min_load_blocks: int = 1
+    """A shorter hit is computed, not loaded."""
+
+    timeout_ms: int = 1_000
+    """Of one call to the service."""
+    lookup_wait_ms: int = 500
+    """How long a request waits for its lookup before it goes on as a miss."""
+    lease_ms: int = 10_000
+    """Of read leases; they are renewed while a request waits."""
+    write_ttl_ms: int = 30_000
+    load_wait_ms: int = 10_000
+    """A load that takes longer is given up, and its blocks are computed."""
+    load_threads: int = 2
+    save_threads: int = 2
+    load_batch_blocks: int = 32
+    save_buffer_bytes: int = 256 * Mib
+    """Host memory for pages on their way to a storage. When it is full saves wait, then are dropped."""
+    load_buffer_bytes: int = 64 * Mib
+    save_wait_ms: int = 2_000
+    """How long a save waits for a buffer before it is dropped."""
+    save_queue_blocks_max: int = 8_192
+    """More blocks than this waiting to be saved are dropped: each is a miss later, no more."""
+    start_wait_ms: int = 3_000
+    """How long the engine's start waits for the service; it begins without it then, and joins later."""
+    bad_blocks_per_minute_max: int = 600
+    """Blocks that were named and could not be read are removed for everybody, at most so many: an engine
+    whose mount is broken must not clear the whole cache."""
+    audit_path: str = ""
+    """A file to which each page copied, published and loaded is noted with its checksum, for
+    investigations."""
+    spans: bool = False
+    """OpenTelemetry spans of each request, exported as OTEL_* variables of the environment say."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if type(value) is int and value < 1:
+                raise SettingsRefused(f"kv_connector_extra_config.{field}: {value} is not positive")
+        try:
+            self.client()
+        except ValueError as error:
+            raise SettingsRefused(f"kv_connector_extra_config.{error}") from None
+
+    def client(self) -> ClientConfig:
+        """How the engine's processes talk to the service."""
+        return ClientConfig(url=self.url, timeout_ms=self.timeout_ms, breaker_slow_ms=self.timeout_ms)
+
+
+def settings_of(extra: Mapping[str, Any]) -> Settings:
+    """The settings in `kv_connector_extra_config`. Raises SettingsRefused."""
+    try:
+        return msgspec.convert(dict(extra), Settings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Settings.__struct_fields__)
+        raise SettingsRefused(f"kv_connector_extra_config: {error}; known are {known}") from None
