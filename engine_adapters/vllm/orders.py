@@ -73,8 +73,8 @@ class StepOrders(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True):
-    """One load is over on one rank. `blocks` rows from the first on are in the engine's memory; `bad` are keys
-    whose bytes were refused for good (`reason` of the first), `waited_ms` is from order to end."""
+    """One load is over on one rank: the first `blocks` of `asked` rows are in the engine's memory. `bad` are
+    keys whose bytes were refused for good; `reason` is why the first row that is missing is."""
 
     request: str
     ticket: str
