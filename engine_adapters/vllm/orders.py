@@ -80,7 +80,7 @@ class Loaded(Struct, frozen=True):
     ticket: str
     blocks: int
     asked: int
-    bytes: int
+    size_bytes: int
     reason: str = ""
     bad: tuple[bytes, ...] = ()
     began_ns: int = 0
@@ -96,7 +96,7 @@ class Saved(Struct, frozen=True):
     published: tuple[bytes, ...] = ()
     present: tuple[bytes, ...] = ()
     dropped: int = 0
-    bytes: int = 0
+    size_bytes: int = 0
     reason: str = ""
     began_ns: int = 0
     ended_ns: int = 0
