@@ -1,0 +1,484 @@
+"""The connector's side in vLLM's scheduler: decides, step by step, what is loaded and what is saved.
+
+Every method is called from the scheduler's thread and returns at once: it reads what the broker has heard,
+and leaves the broker what to ask. Asking is free of side effects however often the scheduler does it: a request
+has one lookup and one lease (another pair after a preemption), and what the lookup answered is what is loaded.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from itertools import takewhile
+from typing import Any
+
+from msgspec import Struct
+
+from engine_adapters.vllm.broker import Answer, Broker
+from engine_adapters.vllm.known import KnownKeys
+from engine_adapters.vllm.orders import (
+    NO_BLOCK,
+    Loaded,
+    LoadOrder,
+    Saved,
+    SaveOrder,
+    StepOrders,
+    WorkerReport,
+)
+from engine_adapters.vllm.requests import EngineRequest, Loading, Phase, Published, Saving, Tracked
+from engine_adapters.vllm.settings import Settings
+from engine_adapters.vllm.spans import Spans
+from metaservice.client import LookupResult, Places
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for none, outside a sliding window."""
+TAINTED = "tainted"
+PUBLISHED_MAX = 4_096
+_NS_PER_MS = 1_000_000
+
+
+class Shape(Struct, frozen=True):
+    """What the scheduler's side has to know of the KV cache: tokens a block, which KV cache groups are
+    sliding windows, and how many ranks hold a piece of each block."""
+
+    block_size_tokens: int
+    windows: tuple[bool, ...]
+    ranks: int
+
+
+class Step(Struct, frozen=True):
+    """One step as the scheduler has decided it. `scheduled`: request -> tokens; `blocks_of` gives a request's
+    blocks, a list for each KV cache group."""
+
+    scheduled: Mapping[str, int]
+    preempted: Collection[str]
+    blocks_of: Callable[[str], tuple[list[int], ...]]
+
+
+class SchedulerSide:
+    """One engine's. Nothing here waits, and nothing raises for what the service or a worker does."""
+
+    def __init__(
+        self, settings: Settings, shape: Shape, broker: Broker, spans: Spans, *, events: bool = False
+    ) -> None:
+        """`events`: remember the tokens of what is saved, for KV cache events."""
+        self._settings = settings
+        self._shape = shape
+        self._broker = broker
+        self._spans = spans
+        self._events = events
+        self._tracked: dict[str, Tracked] = {}
+        self._loading: dict[str, Loading] = {}
+        self._saving: dict[str, Saving] = {}
+        self._known = KnownKeys()
+        self._loads: list[LoadOrder] = []
+        self._awaited: list[str] = []
+        self._failures: dict[int, int] = {}
+        self._published: list[Published] = []
+        self._numbers = 0
+        self._counts: dict[str, int] = {}
+
+    # ------------------------------------------------------------------------------------------- lookups
+
+    def new_request(self, request: EngineRequest) -> None:
+        """A request arrived: its lookup goes out before the scheduler first thinks of it."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return
+        tracked = self._tracked[request.request_id] = Tracked(request, time.time_ns())
+        tracked.traceparent = self._spans.begin(request.request_id, request.num_tokens, request.trace_headers)
+        self._count("requests")
+        self._begin(tracked)
+
+    def matched(self, request: EngineRequest, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind `computed_tokens` can be loaded, in whole blocks, and whether beside the
+        steps; (None, False): not known yet, to be asked again. The scheduler may ask any number of times."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            self.new_request(request)
+            tracked = self._tracked[request.request_id]
+        if tracked.phase is Phase.fresh:
+            self._begin(tracked)
+        if tracked.phase in (Phase.unplaced, Phase.asked) and not self._heard(tracked):
+            return None, False
+        tracked.local_blocks = computed_tokens // self._shape.block_size_tokens
+        if tracked.phase is not Phase.answered:
+            return 0, False
+        assert tracked.answer is not None
+        if self._broker.switch == "bypass" or tracked.instance != self._broker.instance_of(tracked.adapter):
+            self._settle(tracked)
+            return 0, False
+        blocks = min(tracked.answer.hits, self._loadable(request)) - tracked.local_blocks
+        if blocks < self._settings.min_load_blocks:
+            return 0, False
+        return blocks * self._shape.block_size_tokens, self._settings.load == "async"
+
+    def _loadable(self, request: EngineRequest) -> int:
+        """Blocks that a load may cover: whole ones, and one token is left to compute."""
+        return min((request.num_tokens - 1) // self._shape.block_size_tokens, len(request.block_hashes))
+
+    def _begin(self, tracked: Tracked) -> None:
+        """Send the lookup out, when there is something to ask and somebody to ask it."""
+        tracked.asked_ns = 0
+        if self._broker.switch == "bypass" or not self._loadable(tracked.request):
+            tracked.phase = Phase.settled
+            return
+        instance = self._broker.instance_of(tracked.adapter)
+        if instance is None:
+            # The adapter's files are being read; an engine that is not registered has no cache.
+            tracked.phase = Phase.unplaced if tracked.adapter is not None else Phase.settled
+            return
+        tracked.instance = instance
+        tracked.lookups += 1
+        tracked.ticket = f"{tracked.request.request_id}#{tracked.lookups}"
+        tracked.phase = Phase.asked
+        keys = list(tracked.request.block_hashes[: self._loadable(tracked.request)])
+        traceparent = self._spans.open(tracked.request.request_id, "ucm.lookup")
+        self._broker.ask(tracked.ticket, instance, keys, traceparent)
+        self._count("lookups")
+
+    def _heard(self, tracked: Tracked) -> bool:
+        """Whether the wait for the lookup is over: it was answered, or it took too long and is a miss."""
+        if tracked.phase is Phase.unplaced:
+            self._begin(tracked)
+        answer = self._broker.answer(tracked.ticket) if tracked.phase is Phase.asked else None
+        if answer is not None:
+            self._answered(tracked, answer)
+            return True
+        if tracked.phase is Phase.settled:
+            return True
+        now_ns = time.monotonic_ns()
+        tracked.asked_ns = tracked.asked_ns or now_ns
+        if now_ns - tracked.asked_ns < self._settings.lookup_wait_ms * _NS_PER_MS:
+            return False
+        self._count("lookups_late")
+        self._settle(tracked)
+        return True
+
+    def _answered(self, tracked: Tracked, answer: Answer) -> None:
+        self._spans.close(
+            tracked.request.request_id,
+            "ucm.lookup",
+            {"ucm.hits": answer.hits, "ucm.cut": answer.cut, "ucm.failure": answer.failure or ""},
+            answer.began_ns,
+            answer.ended_ns,
+        )
+        self._count("asked_blocks", self._loadable(tracked.request))
+        self._count("found_blocks", answer.hits)
+        tracked.stored = answer.hits
+        if answer.hits:
+            tracked.answer, tracked.phase = answer, Phase.answered
+            tracked.tier = answer.tier
+        else:
+            self._settle(tracked)
+
+    def _settle(self, tracked: Tracked) -> None:
+        """Nothing will be loaded for it (any more): whatever the service holds for it is let go."""
+        if tracked.ticket:
+            self._broker.drop(tracked.ticket)
+        tracked.ticket, tracked.answer, tracked.phase = "", None, Phase.settled
+
+    # --------------------------------------------------------------------------------------------- loads
+
+    def allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], external_tokens: int) -> None:
+        """The scheduler made room: `external_tokens` are to be loaded, behind the local ones. It calls again,
+        with 0, when what was loaded asynchronously is in."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.phase is Phase.loading:
+            return
+        rows = external_tokens // self._shape.block_size_tokens
+        assert external_tokens == rows * self._shape.block_size_tokens, "loads are of whole blocks"
+        if not rows:
+            self._settle(tracked)
+            return
+        assert tracked.phase is Phase.answered and tracked.answer is not None, (
+            "a load that was never promised"
+        )
+        first = tracked.local_blocks
+        columns = tuple(
+            tuple(NO_BLOCK if block == NULL_BLOCK else block for block in column[first : first + rows])
+            for column in blocks
+        )
+        self._loads.append(
+            LoadOrder(
+                request.request_id,
+                tracked.ticket,
+                rows_of(tracked.answer.found, first, first + rows),
+                columns,
+                self._settings.load == "sync",
+                self._spans.open(request.request_id, "ucm.load"),
+            )
+        )
+        self._loading[tracked.ticket] = Loading(
+            request.request_id, tracked.instance, rows, blocks=rows, tier=tracked.answer.tier
+        )
+        tracked.answer, tracked.phase = None, Phase.loading
+
+    def _loaded(self, loaded: Loaded) -> None:
+        loading = self._loading.get(loaded.ticket)
+        if loading is None:
+            return
+        loading.ranks += 1
+        loading.blocks = min(loading.blocks, loaded.blocks)
+        loading.size_bytes += loaded.size_bytes
+        loading.reason = loading.reason or loaded.reason
+        loading.began_ns = min(loading.began_ns or loaded.began_ns, loaded.began_ns)
+        loading.ended_ns = max(loading.ended_ns, loaded.ended_ns)
+        if loaded.bad:
+            self._broker.bad(loading.instance, list(loaded.bad))
+            self._count("bad_blocks", len(loaded.bad))
+        if loading.ranks < self._shape.ranks:
+            return
+        del self._loading[loaded.ticket]
+        self._broker.release(loaded.ticket)
+        self._count("loads")
+        self._count("loaded_blocks", loading.blocks)
+        self._count("loaded_bytes", loading.size_bytes)
+        self._count("loaded_tokens", loading.blocks * self._shape.block_size_tokens)
+        self._count("load_us", max(0, loading.ended_ns - loading.began_ns) // 1_000)
+        if loading.blocks < loading.asked:
+            self._count("failed_blocks", loading.asked - loading.blocks)
+            self._count(f"load_failures_{loading.reason or 'unknown'}")
+        tracked = self._tracked.get(loading.request)
+        if tracked is not None and tracked.ticket == loaded.ticket:
+            tracked.ticket, tracked.phase = "", Phase.settled
+            tracked.hit_blocks = loading.blocks
+            if loading.blocks < loading.asked:
+                # What could not be read has to be stored again, by us as likely as by anybody.
+                tracked.stored = min(tracked.stored, tracked.local_blocks + loading.blocks)
+        self._spans.close(
+            loading.request,
+            "ucm.load",
+            {"ucm.blocks": loading.blocks, "ucm.bytes": loading.size_bytes, "ucm.failure": loading.reason},
+            loading.began_ns,
+            loading.ended_ns,
+        )
+
+    # --------------------------------------------------------------------------------------------- saves
+
+    def build(self, step: Step) -> StepOrders:
+        """The orders of this step."""
+        for name in step.preempted:
+            self._preempted(name)
+        saves = []
+        identity = self._broker.identity
+        if self._settings.save and identity is not None and self._broker.switch == "normal":
+            for name, tokens in step.scheduled.items():
+                tracked = self._tracked.get(name)
+                if tracked is not None and (order := self._save(tracked, tokens, step)) is not None:
+                    saves.append(order)
+        for name in step.scheduled:
+            self._computed(name)
+        loads, self._loads = self._loads, []
+        awaited, self._awaited = self._awaited, []
+        return StepOrders(
+            identity,
+            tuple(loads),
+            tuple(saves),
+            tuple(step.preempted),
+            tuple(awaited),
+            dict(self._failures),
+        )
+
+    def _save(self, tracked: Tracked, tokens: int, step: Step) -> SaveOrder | None:
+        """Save what is complete after this step: blocks whose tokens are all known and computed by then. The
+        tokens of a block that has a hash are confirmed; what is speculative or sampled later has none."""
+        request = tracked.request
+        full = min(
+            (request.num_computed_tokens + tokens) // self._shape.block_size_tokens, len(request.block_hashes)
+        )
+        if full <= tracked.stored:
+            return None
+        instance = tracked.instance or self._broker.instance_of(tracked.adapter) or ""
+        if instance != self._broker.instance_of(tracked.adapter):
+            return None  # of weights that are no longer the engine's
+        now_ns = time.monotonic_ns()
+        start, tracked.stored = tracked.stored, full
+        start += self._known.leading(instance, request.block_hashes[start:full], now_ns)
+        if start == full:
+            return None
+        blocks = step.blocks_of(request.request_id)
+        # A window that has moved on has given its blocks back: what is behind that cannot be saved whole.
+        while start < full and any(column[start] == NULL_BLOCK for column in blocks):
+            start += 1
+        if start == full:
+            return None
+        columns = tuple(tuple(column[start:full]) for column in blocks)
+        rows = min(len(list(takewhile(NULL_BLOCK.__ne__, column))) for column in columns)
+        keys = list(request.block_hashes[start : start + rows])
+        columns = tuple(column[:rows] for column in columns)
+        parent = bytes(request.block_hashes[start - 1]) if start else None
+        self._numbers += 1
+        order = SaveOrder(
+            f"s{self._numbers}",
+            request.request_id,
+            instance,
+            keys,
+            parent,
+            columns,
+            any(self._shape.windows),
+            self._spans.open(request.request_id, "ucm.dump"),
+        )
+        size = self._shape.block_size_tokens
+        self._saving[order.save] = Saving(
+            request.request_id, instance, start, keys, parent,
+            list(request.all_token_ids[start * size : (start + rows) * size]) if self._events else [],
+            tracked.adapter,
+        )  # fmt: skip
+        tracked.saves.add(order.save)
+        self._known.add(instance, keys, now_ns)
+        self._count("save_orders")
+        self._count("save_blocks", rows)
+        return order
+
+    def _computed(self, name: str) -> None:
+        """For the spans: when a request's own computing began, and when its prompt was through."""
+        tracked = self._tracked.get(name)
+        if tracked is not None and not tracked.computed_ns:
+            tracked.computed_ns = time.time_ns()
+            self._spans.open(name, "ucm.compute")
+
+    def _saved(self, saved: Saved) -> None:
+        saving = self._saving.get(saved.save)
+        if saving is None:
+            return
+        saving.ranks += 1
+        saving.size_bytes += saved.size_bytes
+        saving.reason = saving.reason or saved.reason
+        saving.began_ns = min(saving.began_ns or saved.began_ns, saved.began_ns)
+        saving.ended_ns = max(saving.ended_ns, saved.ended_ns)
+        self._count("saved_blocks", len(saved.published))
+        if saved.published and self._events:
+            self._publish(saving, frozenset(saved.published))
+        if saved.dropped:
+            self._known.discard(saving.instance, set(saving.keys) - {*saved.published, *saved.present})
+            tracked = self._tracked.get(saving.request)
+            if saved.reason == TAINTED and tracked is not None:
+                tracked.stored = min(tracked.stored, saving.start)
+        if saving.ranks < self._shape.ranks:
+            return
+        del self._saving[saved.save]
+        self._count("saves")
+        self._count("saved_bytes", saving.size_bytes)
+        self._count("present_blocks", len(saved.present))
+        self._count("dropped_blocks", saved.dropped)
+        if saved.dropped:
+            self._count(f"save_drops_{saving.reason or 'unknown'}", saved.dropped)
+        self._spans.close(
+            saving.request,
+            "ucm.dump",
+            {"ucm.blocks": len(saving.keys), "ucm.bytes": saving.size_bytes, "ucm.failure": saving.reason},
+            saving.began_ns,
+            saving.ended_ns,
+        )
+
+    def _publish(self, saving: Saving, serving: frozenset[bytes]) -> None:
+        """Runs of a save that serve, each with its parent and tokens."""
+        size = self._shape.block_size_tokens
+        row = 0
+        while row < len(saving.keys):
+            end = row
+            while end < len(saving.keys) and saving.keys[end] in serving:
+                end += 1
+            if end > row and len(self._published) < PUBLISHED_MAX:
+                self._published.append(
+                    Published(
+                        saving.instance,
+                        saving.keys[row:end],
+                        saving.keys[row - 1] if row else saving.parent,
+                        saving.tokens[row * size : end * size],
+                        saving.adapter,
+                    )
+                )
+            row = max(end, row + 1)
+
+    def take_published(self) -> list[Published]:
+        """What began to serve since the last call; for KV cache events."""
+        published, self._published = self._published, []
+        return published
+
+    # --------------------------------------------------------------------------------------- what is told
+
+    def report(self, report: WorkerReport) -> None:
+        """What the ranks said after a step."""
+        for save, ranks in report.gathered.items():
+            saving = self._saving.get(save)
+            if saving is None:
+                continue
+            saving.copied += ranks
+            tracked = self._tracked.get(saving.request)
+            if saving.copied >= self._shape.ranks and tracked is not None:
+                tracked.saves.discard(save)
+        for rank, failures in report.failures.items():
+            self._failures[rank] = max(self._failures.get(rank, 0), failures)
+        for loaded in report.loaded:
+            self._loaded(loaded)
+        for saved in report.saved:
+            self._saved(saved)
+
+    def _preempted(self, name: str) -> None:
+        """Its blocks are taken back now. It comes again with a lookup and a lease of its own."""
+        tracked = self._tracked.get(name)
+        if tracked is None:
+            return
+        if tracked.phase is not Phase.loading:
+            self._settle(tracked)
+        tracked.ticket, tracked.answer, tracked.phase = "", None, Phase.fresh
+        tracked.saves.clear()
+        tracked.stored = tracked.local_blocks = 0
+        self._count("preemptions")
+
+    def finished(self, request: EngineRequest) -> bool:
+        """A request ended, whichever way. True: vLLM is to hold its blocks until all ranks have copied what
+        they were told to save. A load that is under way goes on, and vLLM waits for its end by itself."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        loading = tracked.phase is Phase.loading
+        if not loading:
+            self._settle(tracked)
+        asked = self._loadable(request)
+        self._spans.close(request.request_id, "ucm.compute", {}, tracked.computed_ns, time.time_ns())
+        self._spans.end(
+            request.request_id,
+            {
+                "requested_tokens": request.num_prompt_tokens,
+                "hit_tokens": tracked.hit_blocks * self._shape.block_size_tokens,
+                "hit_rate": tracked.hit_blocks / asked if asked else 0.0,
+                "store_tier": tracked.tier,
+                "sparse_algo": "none",
+            },
+        )
+        if tracked.saves and not loading:
+            self._awaited.append(request.request_id)
+            return True
+        return False
+
+    def reset(self) -> None:
+        """The caches were reset: what was known to be stored is not any more."""
+        self._known.clear()
+        for tracked in self._tracked.values():
+            if tracked.phase in (Phase.asked, Phase.answered, Phase.unplaced):
+                self._settle(tracked)
+
+    def counters(self) -> dict[str, Any]:
+        """What was counted since the last call."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+    def _count(self, name: str, by: int = 1) -> None:
+        if by:
+            self._counts[name] = self._counts.get(name, 0) + by
+
+
+def rows_of(found: LookupResult, first: int, end: int) -> Places:
+    """The places of rows `first` to `end - 1` of a lookup's answer."""
+    width = len(found.parts)
+    return Places(
+        keys=list(found.keys[first:end]),
+        locations=found.locations[first:end],
+        generations=found.generations[first:end],
+        storages=found.storages[first:end],
+        checksums=found.checksums[first * width : end * width],
+        storage_table=found.storage_table,
+        parts=found.parts,
+        cluster=found.cluster,
+    )
