@@ -179,6 +179,11 @@ class AsyncClient(AsyncOperators):
         self._calling.keeps.leave()
         return result
 
+    def act_as(self, engine: str, incarnation: str) -> None:
+        """Speak for an engine that another process registered and keeps alive (a worker process of that
+        engine): no heartbeats are sent. With the incarnation "" it speaks for nobody."""
+        self._calling.keeps.act_as("engine", engine, incarnation)
+
     # -- blocks
 
     async def lookup(
@@ -194,6 +199,7 @@ class AsyncClient(AsyncOperators):
         lease_ms: int = 0,
         renew: bool = False,
         staleness_ms_max: int | None = None,
+        traceparent: str = "",
         timeout_ms: int | None = None,
     ) -> LookupResult:
         """Which of these blocks are readable, and where; modes `prefix`, `window`, `state`, `each`.
@@ -201,10 +207,21 @@ class AsyncClient(AsyncOperators):
         With `lease_ms` the blocks found stay readable so long; with `renew` the lease is renewed in the
         background until `release` (no longer than the config's `keep_ms_max`). What is returned is one
         answer of one moment: a later call may say less, and then only that counts. With `staleness_ms_max`
-        (never with a lease) any replica may answer whose state is no older.
+        (never with a lease) any replica may answer whose state is no older. `traceparent`: the trace
+        context (W3C) in which the service's own spans are to be.
         """
         call = Lookup(
-            instance, keys, mode, group, window_blocks, limit, parent, lease_ms, renew, staleness_ms_max
+            instance,
+            keys,
+            mode,
+            group,
+            window_blocks,
+            limit,
+            parent,
+            lease_ms,
+            renew,
+            staleness_ms_max,
+            traceparent,
         )
         return await self._run(call, timeout_ms)
 
@@ -220,6 +237,7 @@ class AsyncClient(AsyncOperators):
         ttl_ms: int = 0,
         renew: bool = False,
         request_id: str | None = None,
+        traceparent: str = "",
         timeout_ms: int | None = None,
     ) -> WriteResult:
         """Ask for places to write blocks to. Without `parents` the keys are a chain under `parent` (None:
@@ -229,7 +247,9 @@ class AsyncClient(AsyncOperators):
         background until it is finished or aborted. After a failure the same call with the result's
         `request_id` gets the first answer, should there have been one.
         """
-        call = StartWrite(instance, keys, parents, parent, group, sizes, ttl_ms, renew, request_id)
+        call = StartWrite(
+            instance, keys, parents, parent, group, sizes, ttl_ms, renew, request_id, traceparent
+        )
         return await self._run(call, timeout_ms)
 
     async def finish(
@@ -243,6 +263,7 @@ class AsyncClient(AsyncOperators):
         checksums: Sequence[int] | None = None,
         sizes: list[int] | None = None,
         request_id: str | None = None,
+        traceparent: str = "",
         timeout_ms: int | None = None,
     ) -> FinishResult:
         """Say that `parts` (None: all) of these locations are written, or failed where `ok` is False.
@@ -251,7 +272,7 @@ class AsyncClient(AsyncOperators):
         its last part is in. Given a session id instead of the result, it must have been opened under the
         current incarnation.
         """
-        call = Finish(write, locations, generations, parts, ok, checksums, sizes, request_id)
+        call = Finish(write, locations, generations, parts, ok, checksums, sizes, request_id, traceparent)
         return await self._run(call, timeout_ms)
 
     async def renew_write(

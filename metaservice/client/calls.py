@@ -42,6 +42,13 @@ class Who:
         self.incarnation = ""
         self.renumber()
 
+    def act_as(self, kind: str, id: str, incarnation: str) -> None:
+        """Speak for this member from now on. No call of another thread ever names the one's id with the
+        other's incarnation."""
+        self.incarnation = ""
+        self.kind, self.id = kind, id
+        self.incarnation = incarnation
+
     def renumber(self) -> None:
         """Start a new series of request ids."""
         self._prefix = token_hex(8)
@@ -77,7 +84,7 @@ class Keeps(Protocol):
 
 class Sending(msgspec.Struct, frozen=True):
     """A request ready for the message layer. `straight`: a replica that does not lead is to say who does;
-    otherwise it passes the request on."""
+    otherwise it passes the request on. `traceparent`: the W3C trace context it belongs to, or ""."""
 
     method: str
     path: str
@@ -85,6 +92,7 @@ class Sending(msgspec.Struct, frozen=True):
     media: str = MSGPACK
     accept: str = MSGPACK
     straight: bool = True
+    traceparent: str = ""
 
 
 class Call(ABC, Generic[T]):
@@ -151,8 +159,8 @@ def shard_of_location(location: int) -> int:
     return location >> _LOCATION_BITS
 
 
-def post(path: str, body: Request) -> Sending:
-    return Sending("POST", path, _encoder.encode(body))
+def post(path: str, body: Request, traceparent: str = "") -> Sending:
+    return Sending("POST", path, _encoder.encode(body), traceparent=traceparent)
 
 
 def put(path: str, body: Request) -> Sending:

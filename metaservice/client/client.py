@@ -174,6 +174,11 @@ class Client(Operators):
         self._calling.keeps.leave()
         return result
 
+    def act_as(self, engine: str, incarnation: str) -> None:
+        """Speak for an engine that another process registered and keeps alive (a worker process of that
+        engine): no heartbeats are sent. With the incarnation "" it speaks for nobody."""
+        self._calling.keeps.act_as("engine", engine, incarnation)
+
     # -- blocks
 
     def lookup(
@@ -189,6 +194,7 @@ class Client(Operators):
         lease_ms: int = 0,
         renew: bool = False,
         staleness_ms_max: int | None = None,
+        traceparent: str = "",
         timeout_ms: int | None = None,
     ) -> LookupResult:
         """Which of these blocks are readable, and where; modes `prefix`, `window`, `state`, `each`.
@@ -196,10 +202,21 @@ class Client(Operators):
         With `lease_ms` the blocks found stay readable so long; with `renew` the lease is renewed in the
         background until `release` (no longer than the config's `keep_ms_max`). What is returned is one
         answer of one moment: a later call may say less, and then only that counts. With `staleness_ms_max`
-        (never with a lease) any replica may answer whose state is no older.
+        (never with a lease) any replica may answer whose state is no older. `traceparent`: the trace
+        context (W3C) in which the service's own spans are to be.
         """
         call = Lookup(
-            instance, keys, mode, group, window_blocks, limit, parent, lease_ms, renew, staleness_ms_max
+            instance,
+            keys,
+            mode,
+            group,
+            window_blocks,
+            limit,
+            parent,
+            lease_ms,
+            renew,
+            staleness_ms_max,
+            traceparent,
         )
         return self._run(call, timeout_ms)
 
@@ -215,6 +232,7 @@ class Client(Operators):
         ttl_ms: int = 0,
         renew: bool = False,
         request_id: str | None = None,
+        traceparent: str = "",
         timeout_ms: int | None = None,
     ) -> WriteResult:
         """Ask for places to write blocks to. Without `parents` the keys are a chain under `parent` (None:
@@ -224,7 +242,9 @@ class Client(Operators):
         background until it is finished or aborted. After a failure the same call with the result's
         `request_id` gets the first answer, should there have been one.
         """
-        call = StartWrite(instance, keys, parents, parent, group, sizes, ttl_ms, renew, request_id)
+        call = StartWrite(
+            instance, keys, parents, parent, group, sizes, ttl_ms, renew, request_id, traceparent
+        )
         return self._run(call, timeout_ms)
 
     def finish(
@@ -238,6 +258,7 @@ class Client(Operators):
         checksums: Sequence[int] | None = None,
         sizes: list[int] | None = None,
         request_id: str | None = None,
+        traceparent: str = "",
         timeout_ms: int | None = None,
     ) -> FinishResult:
         """Say that `parts` (None: all) of these locations are written, or failed where `ok` is False.
@@ -246,7 +267,7 @@ class Client(Operators):
         its last part is in. Given a session id instead of the result, it must have been opened under the
         current incarnation.
         """
-        call = Finish(write, locations, generations, parts, ok, checksums, sizes, request_id)
+        call = Finish(write, locations, generations, parts, ok, checksums, sizes, request_id, traceparent)
         return self._run(call, timeout_ms)
 
     def renew_write(

@@ -117,8 +117,7 @@ class Holder:
         """Act as this member from now on, and keep its registration alive unless `keepalive` is None. A
         registration before it is given up (it expires by itself); leases that were kept go on."""
         self.registration = registration
-        self._who.kind, self._who.id = member.kind, member.id
-        self._who.incarnation = member.incarnation if registration.active else ""
+        self._who.act_as(member.kind, member.id, member.incarnation if registration.active else "")
         if keepalive is None:
             if self._host is not None:
                 self._host.post(Forget())
@@ -126,6 +125,14 @@ class Holder:
         host = self._running(keepalive)
         if host is not None:
             host.post(member)
+
+    def act_as(self, kind: str, id: str, incarnation: str) -> None:
+        """Act as a member that is kept alive elsewhere. A registration before it is given up."""
+        who = self._who
+        if self.registration is None and (who.kind, who.id, who.incarnation) == (kind, id, incarnation):
+            return
+        self.leave()
+        self._who.act_as(kind, id, incarnation)
 
     def _running(self, mode: Keepalive) -> Host | None:
         """The keeper, running in this mode; None once closed."""

@@ -1,6 +1,8 @@
 """The message layer: one request to bytes, bytes to one reply. No sockets here; both transports stand on
 it."""
 
+import re
+
 import httptools
 
 from .errors import CONNECTION_LOST, PROTOCOL, CallFailed
@@ -12,8 +14,15 @@ DIRECT = "X-Ucm-Direct: 1\r\n"
 """Says that the sender knows what to do with the leader's address."""
 
 _INTERIM = 200
+_TRACEPARENT = re.compile(r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _OVERHEAD_MAX_BYTES = 65_536
 """Head and framing of a reply, on top of the body's own limit."""
+
+
+def _traced(traceparent: str) -> str:
+    """The header line of a trace context; nothing for a text that is none: tracing never costs a call, and
+    nothing else may come into the head of a request."""
+    return f"traceparent: {traceparent}\r\n" if traceparent and _TRACEPARENT.match(traceparent) else ""
 
 
 class Reply:
@@ -42,19 +51,27 @@ class Heads:
         msgpack = f"Content-Type: {MSGPACK}\r\nAccept: {MSGPACK}\r\n"
         self._asked_straight = f"{self._fixed}{DIRECT}{msgpack}Content-Length: "
 
-    def request(self, method: str, path: str, body: bytes) -> bytes:
+    def request(self, method: str, path: str, body: bytes, traceparent: str = "") -> bytes:
         """A whole request in msgpack, to be answered with the leader's address by a replica that is not
         the leader."""
-        head = f"{method} {self._base_path}{path}{self._asked_straight}{len(body)}\r\n\r\n"
+        head = (
+            f"{method} {self._base_path}{path}{self._asked_straight}{len(body)}\r\n{_traced(traceparent)}\r\n"
+        )
         return head.encode("ascii") + body
 
     def forwarded(
-        self, method: str, path: str, body: bytes, media: str = MSGPACK, accept: str = MSGPACK
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        media: str = MSGPACK,
+        accept: str = MSGPACK,
+        traceparent: str = "",
     ) -> bytes:
         """A whole request that a replica passes on where it is not the leader."""
         head = (
             f"{method} {self._base_path}{path}{self._fixed}Content-Type: {media}\r\nAccept: {accept}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\n{_traced(traceparent)}\r\n"
         )
         return head.encode("ascii") + body
 

@@ -43,6 +43,7 @@ class Lookup(Call[LookupResult]):
         "parent",
         "renew",
         "staleness_ms_max",
+        "traceparent",
         "window_blocks",
     )
 
@@ -58,6 +59,7 @@ class Lookup(Call[LookupResult]):
         lease_ms: int,
         renew: bool,
         staleness_ms_max: int | None,
+        traceparent: str = "",
     ) -> None:
         self.instance = instance
         self.keys = keys
@@ -69,6 +71,7 @@ class Lookup(Call[LookupResult]):
         self.lease_ms = lease_ms
         self.renew = renew
         self.staleness_ms_max = staleness_ms_max
+        self.traceparent = traceparent
 
     @property
     def route(self) -> Route:
@@ -92,7 +95,7 @@ class Lookup(Call[LookupResult]):
         if self.lease_ms and who.kind == "engine" and who.incarnation:
             # The lease is then the engine's, and a repeated call gets this lease and no second one.
             body.engine, body.incarnation, body.request_id = who.id, who.incarnation, who.request_id()
-        return post(f"/v1/instances/{name(self.instance, 'instance')}/lookup", body)
+        return post(f"/v1/instances/{name(self.instance, 'instance')}/lookup", body, self.traceparent)
 
     def answer(self, body: bytes, sent_ms: int) -> LookupResult:
         reply = decoded(_lookup, body)

@@ -94,8 +94,10 @@ class Trip(Generic[X]):
         """What to send to `endpoint`."""
         sending, heads = self._sending, self.endpoint.heads
         if self._straight:
-            return heads.request(sending.method, sending.path, sending.body)
-        return heads.forwarded(sending.method, sending.path, sending.body, sending.media, sending.accept)
+            return heads.request(sending.method, sending.path, sending.body, sending.traceparent)
+        return heads.forwarded(
+            sending.method, sending.path, sending.body, sending.media, sending.accept, sending.traceparent
+        )
 
     @property
     def route(self) -> Route:

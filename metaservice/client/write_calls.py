@@ -55,6 +55,7 @@ class StartWrite(Call[WriteResult]):
         "renew",
         "request_id",
         "sizes",
+        "traceparent",
         "ttl_ms",
     )
 
@@ -71,6 +72,7 @@ class StartWrite(Call[WriteResult]):
         ttl_ms: int,
         renew: bool,
         request_id: str | None,
+        traceparent: str,
     ) -> None:
         self.instance = instance
         self.keys = keys
@@ -81,6 +83,7 @@ class StartWrite(Call[WriteResult]):
         self.ttl_ms = ttl_ms
         self.renew = renew
         self.request_id = request_id or ""
+        self.traceparent = traceparent
         self.engine = self.incarnation = ""
 
     @property
@@ -104,7 +107,7 @@ class StartWrite(Call[WriteResult]):
             ttl_ms=self.ttl_ms,
             request_id=self.request_id,
         )
-        return post(f"/v1/instances/{name(self.instance, 'instance')}/writes", body)
+        return post(f"/v1/instances/{name(self.instance, 'instance')}/writes", body, self.traceparent)
 
     def answer(self, body: bytes, sent_ms: int) -> WriteResult:
         reply = decoded(_start, body)
@@ -195,7 +198,16 @@ class _OfSession:
 class Finish(_OfSession, Call[FinishResult]):
     """`POST /v1/writes/{session}/finish`."""
 
-    __slots__ = ("checksums", "generations", "locations", "ok", "parts", "request_id", "sizes")
+    __slots__ = (
+        "checksums",
+        "generations",
+        "locations",
+        "ok",
+        "parts",
+        "request_id",
+        "sizes",
+        "traceparent",
+    )
 
     def __init__(
         self,
@@ -207,6 +219,7 @@ class Finish(_OfSession, Call[FinishResult]):
         checksums: Sequence[int] | None,
         sizes: list[int] | None,
         request_id: str | None,
+        traceparent: str,
     ) -> None:
         super().__init__(write)
         self.locations = locations
@@ -216,6 +229,7 @@ class Finish(_OfSession, Call[FinishResult]):
         self.checksums = checksums
         self.sizes = sizes
         self.request_id = request_id or ""
+        self.traceparent = traceparent
 
     def request(self, who: Who) -> Sending:
         path = self.path(who, "finish")
@@ -231,7 +245,7 @@ class Finish(_OfSession, Call[FinishResult]):
             sizes=self.sizes,
             request_id=self.request_id,
         )
-        return post(path, body)
+        return post(path, body, self.traceparent)
 
     def answer(self, body: bytes, sent_ms: int) -> FinishResult:
         reply = decoded(_finish, body)

@@ -37,6 +37,7 @@ class Request:
         self.connection = connection
         self.number = number
         self.line = head.split(b"\r\n", 1)[0].decode()
+        self.head = head
         self.direct = b"\r\nx-ucm-direct: 1" in head.lower()
         self.body = body
         self.at_s = time.monotonic()
@@ -50,6 +51,14 @@ class Request:
     def fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = msgspec.msgpack.decode(self.body)
         return fields
+
+    def header(self, name: str) -> str:
+        """The value of a header, "" when it is absent."""
+        for line in self.head.split(b"\r\n")[1:]:
+            key, _, value = line.partition(b":")
+            if key.strip().lower() == name.encode():
+                return value.strip().decode()
+        return ""
 
     def send(self, data: bytes) -> None:
         self.link.sendall(data)
