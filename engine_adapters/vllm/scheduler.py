@@ -1,8 +1,9 @@
 """The connector's side in vLLM's scheduler: decides, step by step, what is loaded and what is saved.
 
 Every method is called from the scheduler's thread and returns at once: it reads what the broker has heard,
-and leaves the broker what to ask. Asking is free of side effects however often the scheduler does it: a request
-has one lookup and one lease (another pair after a preemption), and what the lookup answered is what is loaded.
+and leaves the broker what to ask. Asking is free of side effects however often the scheduler does it: a
+request has one lookup and one lease (another pair after a preemption), and what the lookup answered is what
+is loaded.
 """
 
 import time
@@ -251,6 +252,11 @@ class SchedulerSide:
             loading.began_ns,
             loading.ended_ns,
         )
+
+    def tier(self, request: str) -> str:
+        """The kind of storage that a request's load comes from; empty without one."""
+        tracked = self._tracked.get(request)
+        return "" if tracked is None else tracked.tier
 
     # --------------------------------------------------------------------------------------------- saves
 
