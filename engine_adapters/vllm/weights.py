@@ -17,7 +17,7 @@ class Weights:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._version = self._read()
+        self._told = self._version = self._read()
 
     def version(self) -> str:
         """The version now; the namespace has it."""
@@ -26,19 +26,20 @@ class Weights:
     def renewed(self) -> str:
         """The version after vLLM reset its caches: what the file says now, or one of this engine alone."""
         try:
-            version = self._read()
+            told = self._read()
         except SettingsRefused as refused:
             log.warning("%s", refused)
-            version = self._version
-        if version == self._version:
-            version = f"{version}+reset-{token_hex(8)}"
+            told = self._told
+        if told != self._told:
+            self._told = self._version = told
+        else:
+            self._version = f"{told}+reset-{token_hex(8)}"
             log.warning(
                 "the caches were reset and the weights' version is not known to have changed: this engine "
                 "shares its cache with no other until it restarts; write the version to "
                 "weight_version_file before a reset"
             )
-        self._version = version
-        return version
+        return self._version
 
     def _read(self) -> str:
         """What the setting or the file says. Raises SettingsRefused."""
