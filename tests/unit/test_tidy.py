@@ -22,6 +22,18 @@ import metaservice
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("metaservice", "dataplane", "engine_adapters")
 BASE_ROOMS = ("metaservice/wire", "metaservice/client", "dataplane", "engine_adapters")
+ENGINE_BRINGS = {
+    "dataplane/staging.py": ["torch"],
+    "engine_adapters/vllm/connector.py": ["torch", "vllm"],
+    "engine_adapters/vllm/describe.py": ["torch", "vllm"],
+    "engine_adapters/vllm/events.py": ["vllm"],
+    "engine_adapters/vllm/layout.py": ["vllm"],
+    "engine_adapters/vllm/prom.py": ["prometheus-client", "vllm"],
+    "engine_adapters/vllm/spans.py": ["opentelemetry-api"],
+    "engine_adapters/vllm/stats.py": ["vllm"],
+}
+"""The modules that know an engine, and what it brings along for them. All others decide without one, and are
+tested without one."""
 LINES_MAX = 500
 TRACKED_SIZE_MAX_BYTES = 512 * 1024
 
@@ -227,11 +239,18 @@ def test_modules_are_short() -> None:
 
 
 def test_what_runs_in_an_engine_is_light() -> None:
-    assert offences(modules(*BASE_ROOMS), heavy_imports) == []
+    assert offences(modules(*BASE_ROOMS, but=tuple(ENGINE_BRINGS)), heavy_imports) == []
+
+
+def test_what_knows_an_engine_imports_what_it_brings_along_and_no_more() -> None:
+    base = project_table()["project"]["dependencies"]
+    for name, brought in ENGINE_BRINGS.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert [f"{name}:{line}: {what}" for line, what in not_declared(text, base + brought)] == []
 
 
 def test_what_the_packages_import_is_declared() -> None:
-    assert offences(modules(*PACKAGES), undeclared_imports) == []
+    assert offences(modules(*PACKAGES, but=tuple(ENGINE_BRINGS)), undeclared_imports) == []
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:
