@@ -20,9 +20,11 @@ from .errors import taken
 from .forward import Forwarder
 from .leases import LeaseHandlers
 from .members import MemberHandlers
+from .polls import LongPolls
 from .port import InstanceInfo, ShardPort
 from .routing import STALENESS, Routing
 from .settings import ApiSettings
+from .switches import SwitchHandlers
 from .tasks import TaskHandlers
 
 Reply = Struct | Coroutine[Any, Any, Struct]
@@ -48,7 +50,9 @@ class Handlers:
         """Set when the service stops: long polls are answered at once, with nothing."""
         self.leases = LeaseHandlers(routing, forwarder, metrics)
         self.members = MemberHandlers(routing)
-        self.tasks = TaskHandlers(routing, self.stopping, settings)
+        polls = LongPolls(self.stopping, settings)
+        self.switches = SwitchHandlers(routing, polls)
+        self.tasks = TaskHandlers(routing, polls)
 
     def table(self) -> Iterator[TableRow]:
         """Method, path template, request, reply and handler of every hot route."""
@@ -57,6 +61,13 @@ class Handlers:
         yield "POST", f"{instance}/lookup", wire.LookupRequest, wire.LookupReply, self.lookup
         yield "POST", f"{instance}/writes", wire.StartWriteRequest, wire.StartWriteReply, self.start_write
         yield "POST", f"{instance}/remove", wire.RemoveRequest, wire.RemoveReply, self.remove
+        yield (
+            "GET",
+            f"{instance}/switch",
+            wire.WatchSwitchRequest,
+            wire.WatchSwitchReply,
+            self.switches.watch_switch,
+        )
         yield "POST", f"{session}/finish", wire.FinishRequest, wire.FinishReply, self.finish
         yield "POST", f"{session}/renew", wire.RenewWriteRequest, wire.RenewWriteReply, self.renew_write
         yield "POST", f"{session}/abort", wire.AbortRequest, wire.AbortReply, self.abort
@@ -156,7 +167,7 @@ class Handlers:
                 }
             )
         written = replies.Located(started.locations, started.generations, started.storages, b"")
-        found = self._located(shard, instance, info, started.group, written, call.as_msgpack)
+        found = self._located(shard, instance, info, started.group, written, call.as_msgpack, started.pools)
         reply = render.started(started, found, call.as_msgpack, self._replica.cluster, call.shard)
         return reply if call.as_msgpack else await self._with_uris(reply, found, None)
 
@@ -212,6 +223,7 @@ class Handlers:
         group: str,
         located: replies.Located | None,
         as_msgpack: bool,
+        pools: dict[int, str] | None = None,
     ) -> render.Places:
         parts = self._part_refs(instance, info, group) if group else []
         if located is None:
@@ -225,6 +237,7 @@ class Handlers:
             located.storages,
             located.checksums,
             as_msgpack,
+            pools,
         )
 
     async def _with_uris(

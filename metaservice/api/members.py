@@ -81,9 +81,14 @@ class MemberHandlers:
         return [] if group is None else list(group.storages)
 
 
-def storage_ref(shard: ShardPort, storage: str) -> wire.StorageRef | None:
-    """What a worker or writer needs of a registered storage; None: the shard knows none of this name."""
+def storage_ref(shard: ShardPort, storage: str, pool: str | None = None) -> wire.StorageRef | None:
+    """What a worker or writer needs of a registered storage; None: the shard knows none of this name.
+    `pool`: of a volatile storage, when another than the current one is meant.
+    """
     view: Any = shard.describe_one("storages", storage)
     if view is None:
         return None
-    return wire.StorageRef(name=storage, kind=view.kind, options=dict(view.options))
+    options = dict(view.options)
+    if view.volatile:
+        options["pool"] = view.pool if pool is None else pool
+    return wire.StorageRef(name=storage, kind=view.kind, options=options)

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from asyncio import sleep
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -53,14 +53,16 @@ def places(
     storages: "array[int]",
     checksums: bytes,
     as_msgpack: bool,
+    pools: Mapping[int, str] | None = None,
 ) -> Places:
     """Columns in either encoding. Rows without a place (storage 0, generation 0) point at the table's first
     entry; a storage that is registered no longer gets an entry without name or kind, which nobody can open.
+    `pools`: by storage number, the pool in which the places are where that may be another than the current.
     """
     table: list[wire.StorageRef] = []
     index: dict[int, int] = {}
     for number in sorted(set(storages), reverse=True):
-        ref = _storage_ref(finder, number)
+        ref = _storage_ref(finder, number, pools)
         if ref is None and number == 0:
             index[number] = 0  # rows without a place
             continue
@@ -79,12 +81,15 @@ def places(
     )  # fmt: skip
 
 
-def _storage_ref(finder: Finder, number: int) -> wire.StorageRef | None:
+def _storage_ref(finder: Finder, number: int, pools: Mapping[int, str] | None) -> wire.StorageRef | None:
     try:
         found = finder.storage(number)
     except LookupError:
         return None
-    return wire.StorageRef(name=found.name, kind=found.kind, options=dict(found.options))
+    options = dict(found.options)
+    if pools and number in pools:
+        options["pool"] = pools[number]
+    return wire.StorageRef(name=found.name, kind=found.kind, options=options)
 
 
 def numbers(kind: Any, column: Sequence[int]) -> bytes:

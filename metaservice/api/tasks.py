@@ -13,12 +13,11 @@ from metaservice.wire import schemas as wire
 from . import convert, render
 from .call import NOWHERE, Call
 from .errors import ApiError, taken
-from .http import HttpRequest
 from .members import storage_ref
 from .names import name
+from .polls import LongPolls
 from .port import CATALOGUE, ShardPort
 from .routing import Routing
-from .settings import ApiSettings
 
 TURN_S = 0.05
 """How often a poll of several shards looks again."""
@@ -28,30 +27,28 @@ Answer = replies.Tasks | Rejection
 class TaskHandlers:
     """Handing out deletions, their confirmation, and the question for places that nobody knows."""
 
-    def __init__(self, routing: Routing, stopping: asyncio.Event, settings: ApiSettings) -> None:
+    def __init__(self, routing: Routing, polls: LongPolls) -> None:
         self._routing = routing
         self._replica = routing.replica
         self._limits = routing.replica.limits
-        self._settings = settings
-        self._polls = 0
+        self._polls = polls
         self._turn = 0
-        self.stopping = stopping
 
     async def take_tasks(self, call: Call, body: wire.TakeTasksRequest) -> Struct:
         worker = name(call.segments[3], "worker")
         shards = self._asked(body.shard)
         command = commands.TakeTasks(worker=worker, incarnation=body.incarnation, limit=body.limit)
-        wait_ms = body.wait_ms
-        if self.stopping.is_set() or self._polls >= self._settings.long_polls_max:
-            wait_ms = 0
+        wait_ms = self._polls.granted_ms(body.wait_ms)
+        taking = self._take(call, shards, command, wait_ms)
         if wait_ms:
-            answer = await self._poll(call, shards, command, wait_ms)
+            # Neither past the service's stop nor for a worker that hung up: its tasks would be out for long.
+            answer = await self._polls.until(call.request, taking, wait_ms) or replies.Tasks(tasks=[])
         else:
-            answer = await self._take(call, shards, command, 0)
+            answer = await taking
         tasks: replies.Tasks = taken(answer)
         found: list[wire.DeleteTask] = []
         for task in tasks.tasks:
-            storage = storage_ref(self._routing.task(call, task.task), task.storage)
+            storage = storage_ref(self._routing.task(call, task.task), task.storage, task.pool)
             if storage is not None:
                 found.append(render.task(task, storage, call.as_msgpack))
         call.shard = shards[0].number if len(shards) == 1 else NOWHERE
@@ -107,27 +104,6 @@ class TaskHandlers:
             if left <= 0:
                 break
         return replies.Tasks(found)
-
-    async def _poll(
-        self, call: Call, shards: list[ShardPort], command: commands.TakeTasks, wait_ms: int
-    ) -> Answer:
-        """Wait for tasks, but neither past the service's stop nor for a worker that hung up."""
-        request: HttpRequest = call.request
-        request.wait_ms = wait_ms
-        gone = asyncio.Event()
-        request.on_gone = gone.set
-        self._polls += 1
-        work = asyncio.ensure_future(self._take(call, shards, command, wait_ms))
-        ends = [asyncio.ensure_future(event.wait()) for event in (self.stopping, gone)]
-        try:
-            await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else replies.Tasks(tasks=[])
-        finally:
-            self._polls -= 1
-            request.on_gone = None
-            for task in (work, *ends):
-                task.cancel()
-            await asyncio.gather(work, *ends, return_exceptions=True)
 
     async def confirm_task(self, call: Call, body: wire.ConfirmTaskRequest) -> Struct:
         worker = name(call.segments[3], "worker")

@@ -82,7 +82,7 @@ def admit(
     usable = [
         storage
         for name in instance.group.storages
-        if (storage := state.storages[name]).switch is SwitchMode.normal
+        if (storage := state.storages[name]).switch is SwitchMode.normal and storage.open
     ]
     if not usable:
         return Admission(0, [], RefusedReason.no_storage, [])

@@ -17,11 +17,11 @@ from .apply_catalogue import APPLY
 from .events import SPREAD
 from .eviction import offer
 from .ids import caller_name
-from .index import Table, packed_slots, split, unpacked_slots
+from .index import DELETING, Table, packed_slots, split, unpacked_slots
 from .memory import Memory
 from .model import ENDED_SESSIONS, REMEMBERED_REQUESTS, SessionState
 from .outcomes import FinishStatus
-from .state import Ended, Instance, Session, State, Storage, Usage
+from .state import Ended, Instance, Pool, Session, State, Storage, Usage
 from .summary import StateDiverged, summary
 
 SERVES, PENDING, FREED, REMOVED = (
@@ -158,14 +158,27 @@ def _end(state: State, session: Session, how: SessionState, freed: int) -> None:
 
 
 def _blocks_removed(state: State, memory: Memory, event: ev.BlocksRemoved) -> None:
-    index = state.index
     slots = unpacked_slots(event.slots)
+    hit = _sessions_of(state, slots)
+    _retire(state, memory, slots, event.not_before_ms)
+    _rows_removed(state, hit)
+    if event.client and event.request_id:
+        _remember(state, event.client, event.request_id, event)
+
+
+def _sessions_of(state: State, slots: "array[int]") -> dict[int, list[int]]:
+    """Session -> which of the slots are being written under it."""
+    session = state.index.session
     hit: dict[int, list[int]] = {}
     for slot in slots:
-        number = index.session[slot]
+        number = session[slot]
         if number:
             hit.setdefault(number, []).append(slot)
-    _retire(state, memory, slots, event.not_before_ms)
+    return hit
+
+
+def _rows_removed(state: State, hit: dict[int, list[int]]) -> None:
+    """Sessions lose these of their open locations."""
     for number, lost in hit.items():
         session = state.sessions[number]
         rows = session.rows()
@@ -174,17 +187,11 @@ def _blocks_removed(state: State, memory: Memory, event: ev.BlocksRemoved) -> No
         session.open -= len(lost)
         if not session.open:
             _end(state, session, SessionState.finished, 0)
-    if event.client and event.request_id:
-        _remember(state, event.client, event.request_id, event)
 
 
 def _retire(state: State, memory: Memory, slots: "array[int]", not_before_ms: int) -> None:
     """Writing or serving -> deleting, in the index, the usages and the deletion queue."""
-    index = state.index
-    for leaf in index.retire(slots):
-        table = index.tables[index.table[leaf]]
-        if table.slots.get(index.key[leaf]) == leaf and not index.session[leaf]:
-            offer(index, table, (leaf,))
+    _offer(state, state.index.retire(slots))
     for slot in slots:
         state.deleting[slot] = not_before_ms
     memory.undeleted.append((state.seq, slots, not_before_ms))
@@ -198,9 +205,53 @@ def _retire(state: State, memory: Memory, slots: "array[int]", not_before_ms: in
             usage.deleting_blocks += count
 
 
+def _offer(state: State, leaves: list[int]) -> None:
+    """These lost their last dependent: those that serve are candidates for eviction now."""
+    index = state.index
+    for leaf in leaves:
+        table = index.tables[index.table[leaf]]
+        if table.slots.get(index.key[leaf]) == leaf and not index.session[leaf]:
+            offer(index, table, (leaf,))
+
+
+def _pool_changed(state: State, memory: Memory, event: ev.PoolChanged) -> None:
+    storage = state.storages[event.storage]
+    if storage.usage.blocks or storage.usage.deleting_blocks:
+        _lose(state, memory, storage)
+    pool = Pool(event.worker, event.incarnation, state.session_next) if event.incarnation else None
+    storage.change_pool(pool)
+
+
+def _lose(state: State, memory: Memory, storage: Storage) -> None:
+    """The bytes of the storage are gone, and so are its locations, in whatever state they were."""
+    index = state.index
+    slots = index.in_storage(storage.number)
+    deleting = array("I", [slot for slot in slots if index.state[slot] == DELETING])
+    live = array("I", [slot for slot in slots if index.state[slot] != DELETING])
+    hit = _sessions_of(state, live)
+    memory.lost(storage.number, slots)
+    for table, _, count in _by_table_and_storage(state, live):
+        usages = (*state.scopes(state.instances[table.instance]), storage.usage)
+        _changed(memory, usages)
+        for usage in usages:
+            usage.bytes -= count * table.size_bytes
+            usage.blocks -= count
+    _deleted(state, memory, deleting)
+    _offer(state, index.drop(slots))
+    _rows_removed(state, hit)
+    if memory.spans:
+        memory.errander.emptied(storage.usage)
+
+
 def _locations_gone(state: State, memory: Memory, event: ev.LocationsGone) -> None:
     slots = unpacked_slots(event.slots)
     memory.deletions.gone(slots)
+    _deleted(state, memory, slots)
+    state.index.release(slots)
+
+
+def _deleted(state: State, memory: Memory, slots: "array[int]") -> None:
+    """The usages and the deletion queue no longer have these deleting locations."""
     for table, storage, count in _by_table_and_storage(state, slots):
         usages = (*state.scopes(state.instances[table.instance]), storage.usage)
         _changed(memory, usages)
@@ -209,7 +260,6 @@ def _locations_gone(state: State, memory: Memory, event: ev.LocationsGone) -> No
             usage.deleting_blocks -= count
         if memory.spans and not (storage.usage.blocks or storage.usage.deleting_blocks):
             memory.errander.emptied(storage.usage)
-    state.index.release(slots)
     for slot in slots:
         del state.deleting[slot]
 
@@ -274,6 +324,7 @@ _APPLY: dict[type, Callable[[State, Memory, Any], None]] = {
     ev.SessionRenewed: _session_renewed,
     ev.SessionEnded: _session_ended,
     ev.BlocksRemoved: _blocks_removed,
+    ev.PoolChanged: _pool_changed,
     ev.LocationsGone: _locations_gone,
     ev.HotBlocks: _hot_blocks,
     ev.StateChecked: _state_checked,

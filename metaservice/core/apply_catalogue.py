@@ -46,6 +46,7 @@ def _storage_put(state: State, memory: Memory, event: ev.StoragePut) -> None:
         state.storages[event.storage] = storage
         state.storage_of[event.number] = storage
     storage.kind, storage.options = event.kind, event.options
+    (state.volatile.add if storage.volatile else state.volatile.discard)(storage.number)
     storage.fault_domain = event.fault_domain
     old, storage.capacity_bytes = storage.capacity_bytes, event.capacity_bytes
     if state.shards > 1:
@@ -59,6 +60,7 @@ def _storage_put(state: State, memory: Memory, event: ev.StoragePut) -> None:
 def _storage_deleted(state: State, memory: Memory, event: ev.StorageDeleted) -> None:
     storage = state.storages.pop(event.storage)
     del state.storage_of[storage.number]
+    state.volatile.discard(storage.number)
     memory.forget(storage.usage)
     state.held.pop((SwitchScope.storage, event.storage), None)
     state.switch_reasons.pop((SwitchScope.storage, event.storage), None)

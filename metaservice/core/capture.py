@@ -19,7 +19,7 @@ from .index import DELETING, GONE, SERVING, WRITING, BlockIndex
 from .memory import Memory
 from .model import EvictionPolicy, Fingerprint, Limits, Quota, SwitchMode, SwitchScope
 from .replies import Returned
-from .state import Ended, Group, Held, Member, Remembered, Session, State, Storage, Tenant, Usage
+from .state import Ended, Group, Held, Member, Pool, Remembered, Session, State, Storage, Tenant, Usage
 
 FORMAT = 1
 _SLOTS_PER_CHUNK = 65_536
@@ -49,6 +49,13 @@ class _Head(msgspec.Struct, array_like=True):
     workers: list[Member]
     slots: int
     free: bytes
+
+
+class _HeadWithPools(_Head):
+    """Written where there is or was a pool of a volatile storage: what knows none stays as it was before
+    there were any, and so does its digest. A row: the storage, its pool, its spent incarnations."""
+
+    pools: list[tuple[str, Pool | None, tuple[str, ...]]] = []
 
 
 class _Sessions(msgspec.Struct, array_like=True):
@@ -159,6 +166,16 @@ def _budget(usage: Usage) -> _Budget:
 
 
 def _head(state: State) -> _Head:
+    head = _plain_head(state)
+    pools = [
+        (one.id, one.pool, one.spent)
+        for _, one in sorted(state.storages.items())
+        if one.pool is not None or one.spent
+    ]
+    return _HeadWithPools(**msgspec.structs.asdict(head), pools=pools) if pools else head
+
+
+def _plain_head(state: State) -> _Head:
     return _Head(
         FORMAT, state.shard, state.seq, state.epoch, state.cluster, state.now_ms, state.takeover_ms,
         state.switch,
@@ -199,7 +216,7 @@ def restore(chunks: Iterable[bytes], limits: Limits, shards: int = 1) -> tuple[S
     """The state of captured chunks, and fresh leader memory beside it. ValueError when they are of another
     format or of a cluster with another number of shards."""
     source = iter(chunks)
-    head = msgspec.msgpack.decode(next(source), type=_Head)
+    head = msgspec.msgpack.decode(next(source), type=_HeadWithPools)
     if head.format != FORMAT:
         raise ValueError(f"snapshot format {head.format}; this release reads {FORMAT}")
     state = State(head.shard, shards)
@@ -225,7 +242,7 @@ def restore(chunks: Iterable[bytes], limits: Limits, shards: int = 1) -> tuple[S
     return state, memory
 
 
-def _restore_head(state: State, head: _Head) -> None:
+def _restore_head(state: State, head: _HeadWithPools) -> None:
     state.seq, state.epoch, state.cluster = head.seq, head.epoch, head.cluster
     state.now_ms, state.takeover_ms, state.switch = head.now_ms, head.takeover_ms, head.switch
     state.switch_reasons = {(scope, id): reason for scope, id, reason in head.switch_reasons}
@@ -241,8 +258,12 @@ def _restore_head(state: State, head: _Head) -> None:
     for id, number, kind, options, capacity, domain, switch in head.storages:
         storage = state.storages[id] = Storage(id, number, kind, options)
         state.storage_of[number] = storage
+        if storage.volatile:
+            state.volatile.add(number)
         storage.capacity_bytes = storage.usage.budget_bytes = capacity
         storage.fault_domain, storage.switch = domain, switch
+    for id, pool, spent in head.pools:
+        state.storages[id].pool, state.storages[id].spent = pool, spent
     for id, owner, storages, quota, high, low, eviction, switch, budget in head.groups:
         group = state.groups[id] = Group(id, state.tenants[owner])
         group.storages, group.quota, group.eviction, group.switch = storages, quota, eviction, switch

@@ -30,7 +30,7 @@ from .events import (
     TenantPut,
 )  # fmt: skip
 from .memory import Memory
-from .model import Fingerprint, Quota, SwitchScope
+from .model import VOLATILE_KINDS, Fingerprint, Quota, SwitchScope
 from .rejections import Rejection
 from .replies import Done, InstanceRegistered
 from .spread import bind_here
@@ -116,6 +116,10 @@ def put_storage(state: State, memory: Memory, command: PutStorage, now_ms: int) 
     capacity = command.capacity_bytes
     if capacity is not None and not 0 <= capacity < 1 << 53:
         return Rejection("invalid_field", "expected 0..2^53-1, or null for no limit", "capacity_bytes"), []
+    if command.kind in VOLATILE_KINDS and "pool" in command.options:
+        return Rejection(
+            "invalid_field", "given by the service: the incarnation of the storage's worker", "options.pool"
+        ), []
     known = state.storages.get(command.storage)
     if known is None:
         refused = _full(state.storages, min(memory.limits.registered_max, _STORAGES_MAX), "storage")
@@ -148,6 +152,8 @@ def _storage_user(state: State, memory: Memory, storage: str) -> str | None:
         if storage in group.storages:
             return f"group {group.id!r} names the storage"
     known = state.storages[storage]
+    if known.pool is not None:
+        return f"worker {known.pool.worker!r} holds the storage's bytes"
     usage = known.usage
     if usage.blocks or usage.deleting_blocks:
         return f"{usage.blocks + usage.deleting_blocks} locations are in the storage"

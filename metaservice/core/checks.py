@@ -21,6 +21,7 @@ def check(state: State) -> None:
     assert len(set(index.free)) == len(index.free), "a slot is free twice"
     _check_links(state)
     _check_usage(state)
+    _check_pools(state)
     _check_sessions(state)
 
 
@@ -83,6 +84,30 @@ def _check_usage(state: State) -> None:
             assert counted == expected.get(usage, [0, 0, 0, 0]), (
                 f"usage of {usage.scope.name} {usage.id} is wrong"
             )
+
+
+def _check_pools(state: State) -> None:
+    for storage in state.storages.values():
+        pool, used = storage.pool, storage.usage.blocks + storage.usage.deleting_blocks
+        if pool is None:
+            assert not (storage.volatile and used), f"locations of {storage.id} are left without their pool"
+            continue
+        owner = state.workers.get(pool.worker)
+        assert storage.volatile, f"{storage.id} has a pool and is not volatile"
+        assert owner is not None and not owner.expired_ms, f"the pool of {storage.id} is a dead worker's"
+        assert owner.incarnation == pool.incarnation, f"the pool of {storage.id} is of another incarnation"
+        assert storage.id in owner.storages, f"the pool of {storage.id} is of a worker that left it"
+        assert pool.incarnation not in storage.spent, f"the pool of {storage.id} is one that was gone"
+        for session in state.sessions.values():
+            if session.number < pool.session_first:
+                pending = (
+                    slot
+                    for slot, status in zip(session.slots, session.status, strict=True)
+                    if status == FinishStatus.pending
+                )
+                assert all(state.index.storage[slot] != storage.number for slot in pending), (
+                    f"a location in an earlier pool of {storage.id} is left"
+                )
 
 
 def _check_sessions(state: State) -> None:

@@ -121,6 +121,15 @@ class Deletions:
             self._leased.discard(slot)
             self._waiting.pop(slot, None)
 
+    def lost(self, storage: int, slots: Iterable[int]) -> None:
+        """The storage's bytes are gone, and these were its locations: there is nothing left to delete in it.
+        Who still has a task of it is answered as if all of that were done."""
+        self.gone(slots)
+        self._queue.pop(storage, None)
+        for task in [task for task in self._open.values() if task.storage == storage]:
+            del self._open[task.name]
+            self._keep(task)
+
     def expire(self, now_ms: int) -> int:
         """Take back what was not confirmed in time, so that another worker gets it. Returns how many
         tasks."""
@@ -165,13 +174,15 @@ class Deletions:
         ttl_ms = self._limits.task_ttl_ms
         self._open[name] = Handed(name, worker, storage, column, generations, now_ms + ttl_ms)
         base = location_base(self._shard)
+        kept = state.storage_of[storage]
         return Task(
             name,
-            state.storage_of[storage].id,
+            kept.id,
             tuple(part.name for part in self._index.tables[table].parts),
             array("Q", [base + slot for slot in slots]),
             generations,
             ttl_ms,
+            kept.pool.incarnation if kept.pool is not None else "",
         )
 
     def _keep(self, task: Handed) -> None:

@@ -193,6 +193,15 @@ class MemberLeft(_Base, frozen=True, array_like=True, tag="member_left"):
     id: str
 
 
+class PoolChanged(_Base, frozen=True, array_like=True, tag="pool_changed"):
+    """A volatile storage has another pool from now on, that of a worker's new life ('' and '': none).
+    Everything that was in it is gone in this step: which locations those are, every shard knows of itself."""
+
+    storage: str
+    worker: str
+    incarnation: str
+
+
 # ---------------------------------------------------------------- blocks
 
 
@@ -311,6 +320,7 @@ Event = (
     | WorkerRegistered
     | MemberExpired
     | MemberLeft
+    | PoolChanged
     | WriteStarted
     | WriteFinished
     | SessionRenewed
@@ -325,7 +335,7 @@ SPREAD = frozenset(
     (
         TookOver, TenantPut, TenantDeleted, StoragePut, StorageDeleted, GroupPut, GroupDeleted, InstancePut,
         InstanceRetired, InstanceGone, BudgetGranted, SliceGranted, ReturnTaken, SwitchSet, EngineRegistered,
-        WorkerRegistered, MemberExpired, MemberLeft,
+        WorkerRegistered, MemberExpired, MemberLeft, PoolChanged,
     )
 )  # fmt: skip
 """Events of the catalogue that data shards take copies of (of a take-over, only the cluster's id)."""

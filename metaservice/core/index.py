@@ -13,7 +13,7 @@ arrives.
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 
 from .ids import NONE, location_base
 from .model import AttentionGroup, LocationState, Part
@@ -29,6 +29,7 @@ _FROM_STARTED = sources("started")
 _FROM_FINISHED = sources("last part finished")
 _FROM_REMOVED = sources("removed") | sources("evicted") | sources("part failed") | sources("session ended")
 _FROM_DELETED = sources("bytes deleted")
+_FROM_LOST = sources("pool gone")
 
 _GROW = 1024
 
@@ -152,6 +153,11 @@ class BlockIndex:
             array("H", map(self.storage.__getitem__, slots)),
             b"".join(map(self.sums.__getitem__, slots)),
         )
+
+    def in_storage(self, storage: int) -> "array[int]":
+        """The slots of all locations in a storage, whatever their state, ascending. O(slots ever used)."""
+        found = compress(range(len(self.storage)), map(storage.__eq__, self.storage))
+        return array("I", [slot for slot in found if self.state[slot] != GONE])
 
     def free_slots(self, count: int) -> "array[int]":
         """The next `count` slots a reservation would use: freed ones (last freed first), then fresh ones."""
@@ -279,6 +285,14 @@ class BlockIndex:
             self.sums[slot] = b""
             self.done[slot] = 0
             self.free.append(slot)
+
+    def drop(self, slots: "array[int]") -> list[int]:
+        """Any state -> gone: the bytes are lost already, so nobody has to delete them. Returns what `retire`
+        does."""
+        self._assert_from(slots, _FROM_LOST)
+        leaves = self.retire(array("I", [slot for slot in slots if self.state[slot] != DELETING]))
+        self.release(slots)
+        return [leaf for leaf in leaves if self.state[leaf] != GONE]
 
     def record_parts(
         self, slots: "array[int]", masks: "array[int] | None", checksums: bytes, table: Table

@@ -32,7 +32,7 @@ class Segment:
 class Lease:
     """One held lease."""
 
-    __slots__ = ("generations", "name", "reply", "request", "segments", "slots")
+    __slots__ = ("generations", "lost", "name", "reply", "request", "segments", "slots")
 
     def __init__(
         self,
@@ -48,6 +48,8 @@ class Lease:
         self.generations = generations
         self.request = request
         self.reply = reply
+        self.lost: set[int] = set()
+        """Slots whose locations went under the lease, bytes and all. They may be others' by now."""
 
 
 class Leases:
@@ -61,7 +63,8 @@ class Leases:
         self._held: dict[str, Lease] = {}
         self._by_request: dict[tuple[str, str], Lease] = {}
         self._deadlines: list[tuple[int, str]] = []
-        self._ended: OrderedDict[str, tuple[LeaseOutcome, array[int], array[int]]] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[LeaseOutcome, array[int], array[int], int]] = OrderedDict()
+        """name -> how it ended, its slots and generations, how many were lost while it was held."""
         self.unpinned: list[int] = []
         """Deleting slots whose last lease ended: `deletions` collects them."""
         self.expired = 0
@@ -111,7 +114,7 @@ class Leases:
 
     def renew(self, name: str, deadline_ms: int, only: Sequence[int] | None) -> tuple[LeaseOutcome, int]:
         """Prolong (never shorten) the whole lease, or only some of its slots. Returns the outcome and how
-        many of its blocks changed since (0 while it is held)."""
+        many of its blocks changed since (while it is held: were lost)."""
         lease = self._held.get(name)
         if lease is None:
             return self._late(name)
@@ -130,7 +133,7 @@ class Leases:
                     split.append(Segment(max(segment.deadline_ms, deadline_ms), take))
             lease.segments = split
         heappush(self._deadlines, (min(segment.deadline_ms for segment in lease.segments), name))
-        return LeaseOutcome.renewed, 0
+        return LeaseOutcome.renewed, len(lease.lost)
 
     def release(self, name: str) -> tuple[LeaseOutcome, int]:
         """Give the lease back. Again: the same answer; after its deadline: `expired`."""
@@ -138,7 +141,7 @@ class Leases:
         if lease is None:
             return self._late(name)
         self._end(lease, LeaseOutcome.released)
-        return LeaseOutcome.released, 0
+        return LeaseOutcome.released, len(lease.lost)
 
     def sweep(self, now_ms: int) -> int:
         """End what is past its deadline; returns how many leases ended."""
@@ -157,17 +160,32 @@ class Leases:
                 ended += 1
             else:
                 for segment in past:
-                    self._unpin(segment)
+                    self._unpin(lease, segment)
                 lease.segments = [segment for segment in lease.segments if segment.deadline_ms > now_ms]
                 heappush(heap, (min(segment.deadline_ms for segment in lease.segments), name))
         self.expired += ended
         return ended
 
+    def lost(self, slots: "array[int]") -> None:
+        """These locations are gone with their bytes: no lease can hold them, and those that did say so.
+        Their slots may be used again at once, so what a lease named first is no answer to a retry."""
+        pins = self._index.pins
+        if not any(map(pins.__getitem__, slots)):
+            return
+        gone = set(slots)
+        for lease in self._held.values():
+            lost = [slot for segment in lease.segments for slot in segment.slots if slot in gone]
+            lease.lost.update(lost)
+            if lost and lease.request is not None and self._by_request.get(lease.request) is lease:
+                del self._by_request[lease.request]
+        for slot in slots:
+            pins[slot] = 0
+
     def drop(self) -> None:
         """Forget every lease, held or ended: whoever holds one is waited for by the next leader."""
         for lease in self._held.values():
             for segment in lease.segments:
-                _add(self._index.pins, segment.slots, segment.span, -1)
+                _add(self._index.pins, *_pinned(lease, segment), -1)
         self._held.clear()
         self._by_request.clear()
         self._deadlines.clear()
@@ -178,26 +196,34 @@ class Leases:
         ended = self._ended.get(name)
         if ended is None:
             return LeaseOutcome.unknown, 0
-        outcome, slots, generations = ended
+        outcome, slots, generations, lost = ended
         if outcome is LeaseOutcome.released:
-            return outcome, 0
+            return outcome, lost
         return outcome, live_of(self._index, slots, generations).count(0)
 
     def _end(self, lease: Lease, outcome: LeaseOutcome) -> None:
         for segment in lease.segments:
-            self._unpin(segment)
+            self._unpin(lease, segment)
         del self._held[lease.name]
         if lease.request is not None and self._by_request.get(lease.request) is lease:
             del self._by_request[lease.request]
-        self._ended[lease.name] = (outcome, lease.slots, lease.generations)
+        self._ended[lease.name] = (outcome, lease.slots, lease.generations, len(lease.lost))
         if len(self._ended) > self._limits.ended_leases_max:
             self._ended.popitem(last=False)
 
-    def _unpin(self, segment: Segment) -> None:
-        pins, index, slots = self._index.pins, self._index, segment.slots
-        _add(pins, slots, segment.span, -1)
+    def _unpin(self, lease: Lease, segment: Segment) -> None:
+        pins, index = self._index.pins, self._index
+        slots, span = _pinned(lease, segment)
+        _add(pins, slots, span, -1)
         if index.deleting_count:
             self.unpinned += [slot for slot in slots if not pins[slot] and index.is_deleting(slot)]
+
+
+def _pinned(lease: Lease, segment: Segment) -> "tuple[array[int], tuple[int, int] | None]":
+    """The slots that the segment pins, and their span when that is known."""
+    if not lease.lost:
+        return segment.slots, segment.span
+    return array("I", [slot for slot in segment.slots if slot not in lease.lost]), None
 
 
 def _add(pins: "array[int]", slots: "array[int]", span: tuple[int, int] | None, amount: int) -> None:

@@ -19,6 +19,7 @@ from . import (
     checks,
     giving,
     membership,
+    pools,
     settle,
     shortage,
     spread,
@@ -140,9 +141,11 @@ class Machine:
         self.memory.stand_down()
 
     def _take_over(self, command: cmd.TakeOver, now_ms: int) -> list[Event]:
-        event = TookOver(now_ms, command.epoch, self.state.cluster or command.cluster)
-        apply(self.state, self.memory, event)
-        return [event]
+        cluster = self.state.cluster or command.cluster
+        events: list[Event] = [TookOver(now_ms, command.epoch, cluster), *pools.orphans(self.state, now_ms)]
+        for event in events:
+            apply(self.state, self.memory, event)
+        return events
 
     def _run(self, steps: Iterator[list[Event]]) -> Iterator[Event]:
         for step in steps:

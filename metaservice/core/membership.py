@@ -3,6 +3,7 @@
 An unknown, expired or replaced caller is told to register again, never left in silence.
 """
 
+from . import pools
 from .commands import Deregister, Heartbeat, RegisterEngine, RegisterWorker
 from .events import EngineRegistered, Event, MemberExpired, MemberLeft, SessionEnded, WorkerRegistered
 from .memory import Memory
@@ -50,21 +51,23 @@ def fence(state: State, memory: Memory, engine: str, incarnation: str, now_ms: i
 
 
 def register_worker(state: State, memory: Memory, command: RegisterWorker, now_ms: int) -> Decision:
+    """A volatile storage that it names becomes this incarnation's: what an earlier one held there is gone."""
     if not command.storages or len(set(command.storages)) != len(command.storages):
         return Rejection("invalid_field", "name one storage or more, each once", "storages"), []
     for row, name in enumerate(command.storages):
         if name not in state.storages:
             return Rejection("storage_unknown", f"no storage {name!r}", f"storages[{row}]"), []
-    refused = _refuse(state, memory, "worker", command.worker, command.incarnation)
+    worker, incarnation, storages = command.worker, command.incarnation, command.storages
+    refused = _refuse(state, memory, "worker", worker, incarnation) or pools.refuse(state, command)
     if refused is not None:
         return refused, []
-    known = state.workers.get(command.worker)
-    memory.beats["worker", command.worker] = now_ms
-    fenced = _fenced(known, command.incarnation)
-    if known is not None and not fenced and not known.expired_ms and known.storages == command.storages:
-        return Registered(command.worker, command.incarnation), []
-    event = WorkerRegistered(now_ms, command.worker, command.incarnation, command.storages)
-    return Registered(command.worker, command.incarnation, fenced), [event]
+    known = state.workers.get(worker)
+    memory.beats["worker", worker] = now_ms
+    fenced = _fenced(known, incarnation)
+    events: list[Event] = [*pools.ended(state, worker, now_ms, incarnation, storages)]
+    if known is None or fenced or known.expired_ms or known.storages != storages:
+        events.append(WorkerRegistered(now_ms, worker, incarnation, storages))
+    return Registered(worker, incarnation, fenced), [*events, *pools.begun(state, command, now_ms)]
 
 
 def deregister(state: State, memory: Memory, command: Deregister, now_ms: int) -> Decision:
@@ -83,10 +86,10 @@ def deregister(state: State, memory: Memory, command: Deregister, now_ms: int) -
             f"{command.kind} {command.id!r} has not expired: name its incarnation to end it all the same",
             "incarnation",
         ), []
-    events: list[Event] = [MemberLeft(now_ms, command.kind, command.id)]
+    left = MemberLeft(now_ms, command.kind, command.id)
     if command.kind == "engine":
-        events += fence(state, memory, command.id, "", now_ms)
-    return Done(), events
+        return Done(), [left, *fence(state, memory, command.id, "", now_ms)]
+    return Done(), [*pools.ended(state, command.id, now_ms), left]
 
 
 def heartbeat(state: State, memory: Memory, command: Heartbeat, now_ms: int) -> Beat | Rejection:
@@ -120,6 +123,8 @@ def expiries(state: State, memory: Memory, now_ms: int) -> list[Event]:
                 continue
             heard_ms = memory.beats.setdefault((kind, member.id), now_ms)
             if now_ms - heard_ms >= limits.expire_ms:
+                if kind == "worker":
+                    events += pools.ended(state, member.id, now_ms)
                 events.append(MemberExpired(now_ms, kind, member.id, member.incarnation))
     return events
 

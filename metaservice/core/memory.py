@@ -116,6 +116,20 @@ class Memory:
             deleting = self.state.deleting
             self.deletions.queue([slot for slot in slots if deleting.get(slot) == not_before_ms], ready_ms)
 
+    def lost(self, storage: int, slots: "array[int]") -> None:
+        """These locations were all that the storage held, and are gone with their bytes. Their slots may be
+        used again before that is durable: nothing that was queued for the earlier use may reach the next."""
+        self.leases.lost(slots)
+        self.deletions.lost(storage, slots)
+        gone = set(slots)
+
+        def rest(those: "array[int]") -> "array[int]":
+            return array("I", [slot for slot in those if slot not in gone])
+
+        self.unrevealed = deque((seq, rest(those)) for seq, those in self.unrevealed)
+        self.undeleted = deque((seq, rest(those), at_ms) for seq, those, at_ms in self.undeleted)
+        self.touched = {slot: at_ms for slot, at_ms in self.touched.items() if slot not in gone}
+
     def watch_session(self, number: int, deadline_ms: int) -> None:
         """The session's deadline is (now) this."""
         heappush(self.session_deadlines, (deadline_ms, number))

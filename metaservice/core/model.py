@@ -109,6 +109,8 @@ class LeaseState(IntEnum):
     expired = 2
 
 
+VOLATILE_KINDS = frozenset({"shm"})
+"""Kinds of storage whose bytes are gone with the worker that holds them."""
 REMEMBERED_REQUESTS = 4_096
 """Replies kept for retries (invariant I7): the newest so many."""
 ENDED_SESSIONS = 4_096

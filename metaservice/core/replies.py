@@ -78,7 +78,8 @@ class Looked(Struct):
 
 
 class Started(Struct):
-    """Reply to StartWrite; one row a requested key. Outcome and reason codes are those of `core.outcomes`."""
+    """Reply to StartWrite; one row a requested key. Outcome and reason codes are those of `core.outcomes`.
+    `pools`: of the volatile storages in `storages`, the pool in which the places are ('': it is gone)."""
 
     session: int | None
     ttl_ms: int
@@ -91,6 +92,7 @@ class Started(Struct):
     wait_ms: "array[int]"
     switch: Switched | None = None
     evicted: int = 0
+    pools: dict[int, str] = {}
 
 
 class Finished(Struct):
@@ -132,7 +134,7 @@ class Removed(Struct):
 
 class Task(Struct, frozen=True):
     """A deletion task handed to a worker; `storage` is the storage's name, `parts` the names to delete of
-    each location."""
+    each location, `pool` the pool of a volatile storage in which they are."""
 
     task: str
     storage: str
@@ -140,6 +142,7 @@ class Task(Struct, frozen=True):
     locations: "array[int]"
     generations: "array[int]"
     ttl_ms: int
+    pool: str = ""
 
 
 class Tasks(Struct):

@@ -51,7 +51,7 @@ def _lacks(
     for name in group.storages:
         storage = state.storages[name]
         budget_bytes = storage.usage.budget_bytes
-        if storage.switch is not SwitchMode.normal:
+        if storage.switch is not SwitchMode.normal or not storage.open:
             continue
         if budget_bytes is None:
             break

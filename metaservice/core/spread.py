@@ -167,6 +167,9 @@ def _all(state: State) -> Iterator[ev.Event]:
         yield ev.WorkerRegistered(0, member.id, member.incarnation, member.storages)
         if member.expired_ms:
             yield ev.MemberExpired(0, "worker", member.id, member.incarnation)
+    for _, one in sorted(state.storages.items()):
+        if one.pool is not None:
+            yield ev.PoolChanged(0, one.id, one.pool.worker, one.pool.incarnation)
 
 
 def _reason(state: State, scope: SwitchScope, id: str) -> str:
@@ -189,6 +192,12 @@ def sync_catalogue(
     slices = {(one.scope, one.id): one for one in wanted.slices}
     fresh = {key for key, one in slices.items() if one.made_seq > known_version}
     """Scopes that were made since: what is here under the name is an earlier one."""
+    pools = {one.storage: (one.worker, one.incarnation) for one in _of(wanted, ev.PoolChanged)}
+    yield [
+        ev.PoolChanged(now_ms, id, "", "")
+        for id, one in state.storages.items()
+        if one.pool is not None and (one.pool.worker, one.pool.incarnation) != pools.get(id)
+    ]
     yield from _gone(state, memory, wanted, fresh, now_ms)
     before = {encode(event) for event in _all(state)}
     awake = _woken(state, wanted)

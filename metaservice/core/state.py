@@ -11,7 +11,16 @@ from msgspec import Struct
 
 from .events import BlocksRemoved, WriteFinished, WriteStarted
 from .index import BlockIndex, Table
-from .model import EvictionPolicy, Fingerprint, GroupKind, Quota, SwitchMode, SwitchScope
+from .model import (
+    RETIRED_INCARNATIONS,
+    VOLATILE_KINDS,
+    EvictionPolicy,
+    Fingerprint,
+    GroupKind,
+    Quota,
+    SwitchMode,
+    SwitchScope,
+)
 from .replies import Returned, Switched
 
 ScopeKey = tuple[SwitchScope, str]
@@ -75,12 +84,22 @@ class Tenant:
         self.usage = Usage(SwitchScope.tenant, id)
 
 
+class Pool(Struct, frozen=True, array_like=True):
+    """The memory in which the bytes of a volatile storage lie: one worker's in one life, and gone with it.
+    `session_first`: write sessions of this shard from that number on are in it."""
+
+    worker: str
+    incarnation: str
+    session_first: int
+
+
 class Storage:
     """One storage system. Its capacity is physical: bytes whose deletion is overdue count against it (see
     `admission`)."""
 
     __slots__ = (
-        "capacity_bytes", "fault_domain", "id", "kind", "left_seq", "number", "options", "switch", "usage",
+        "capacity_bytes", "fault_domain", "id", "kind", "left_seq", "number", "options", "pool", "spent",
+        "switch", "usage",
     )  # fmt: skip
 
     def __init__(self, id: str, number: int, kind: str, options: dict[str, str]) -> None:
@@ -95,6 +114,32 @@ class Storage:
         self.left_seq = 0
         """With several shards: when a group last ceased to name it. What shards say of its use counts from
         there on."""
+        self.pool: Pool | None = None
+        """Of a volatile storage, while its worker lives."""
+        self.spent: tuple[str, ...] = ()
+        """Incarnations whose pools are gone, the newest so many: none of them gets a pool again."""
+
+    @property
+    def volatile(self) -> bool:
+        """Whether its bytes are gone with the worker that holds them."""
+        return self.kind in VOLATILE_KINDS
+
+    @property
+    def open(self) -> bool:
+        """Whether there is anything that new blocks could be written to."""
+        return self.pool is not None or self.kind not in VOLATILE_KINDS
+
+    def told(self) -> dict[str, str]:
+        """`options` for who reads and writes: with the pool of a volatile storage ('' while it has none)."""
+        if not self.volatile:
+            return self.options
+        return {**self.options, "pool": self.pool.incarnation if self.pool is not None else ""}
+
+    def change_pool(self, pool: Pool | None) -> None:
+        """Another pool, or none, instead of the one before."""
+        if self.pool is not None:
+            self.spent = (*self.spent[-(RETIRED_INCARNATIONS - 1) :], self.pool.incarnation)
+        self.pool = pool
 
 
 class Group:
@@ -242,6 +287,8 @@ class State:
         self.tenants: dict[str, Tenant] = {}
         self.storages: dict[str, Storage] = {}
         self.storage_of: dict[int, Storage] = {}
+        self.volatile: set[int] = set()
+        """Numbers of the volatile storages; derived."""
         self.groups: dict[str, Group] = {}
         self.instances: dict[str, Instance] = {}
         self.switch = SwitchMode.normal

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from itertools import chain
 
 from msgspec.msgpack import encode
+from msgspec.structs import astuple
 
 from .state import State, Usage
 
@@ -38,7 +39,9 @@ def summary(state: State) -> bytes:
             _totals(one.usage for one in state.storages.values()),
         ],
     )  # fmt: skip
-    return blake2b(encode(numbers), digest_size=16).digest()
+    # beside the rest, so that a state without pools adds up to what it did before there were any
+    pools = sorted((id, *astuple(one.pool)) for id, one in state.storages.items() if one.pool is not None)
+    return blake2b(encode((*numbers, pools) if pools else numbers), digest_size=16).digest()
 
 
 def _totals(usages: Iterable[Usage]) -> list[int]:

@@ -16,9 +16,14 @@ LOCATION: Mapping[LocationState, Mapping[str, LocationState]] = {
         "part failed": LocationState.deleting,
         "session ended": LocationState.deleting,
         "removed": LocationState.deleting,
+        "pool gone": LocationState.gone,
     },
-    LocationState.serving: {"removed": LocationState.deleting, "evicted": LocationState.deleting},
-    LocationState.deleting: {"bytes deleted": LocationState.gone},
+    LocationState.serving: {
+        "removed": LocationState.deleting,
+        "evicted": LocationState.deleting,
+        "pool gone": LocationState.gone,
+    },
+    LocationState.deleting: {"bytes deleted": LocationState.gone, "pool gone": LocationState.gone},
 }
 
 SESSION: Mapping[SessionState, Mapping[str, SessionState]] = {

@@ -26,7 +26,9 @@ class TenantView(Struct, frozen=True):
 
 
 class StorageView(Struct, frozen=True):
-    """A storage. `overdue_bytes`: deletions that no worker confirmed in time."""
+    """A storage. `overdue_bytes`: deletions that no worker confirmed in time. Of a volatile one: `worker`
+    holds its bytes in `pool`, the name of that worker's life (both '': nobody does, and it takes no writes).
+    """
 
     id: str
     number: int
@@ -37,6 +39,9 @@ class StorageView(Struct, frozen=True):
     switch: SwitchMode
     usage: Usage
     overdue_bytes: int
+    volatile: bool = False
+    worker: str = ""
+    pool: str = ""
 
 
 class GroupView(Struct, frozen=True):
@@ -241,6 +246,9 @@ def _storage(state: State, memory: Memory, id: str) -> StorageView:
         id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.switch,
         _usage(memory, one.usage, Quota(one.capacity_bytes)),
         memory.deletions.overdue_bytes.get(one.number, 0) + _totals(memory, one.usage)[4],
+        one.volatile,
+        one.pool.worker if one.pool is not None else "",
+        one.pool.incarnation if one.pool is not None else "",
     )  # fmt: skip
 
 

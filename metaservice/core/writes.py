@@ -265,7 +265,19 @@ def started_reply(state: State, event: WriteStarted) -> Started:
     return Started(
         event.session if event.slots else None, event.ttl_ms, event.group,
         event.outcomes, event.reasons, located, generations, storages, wait_ms, None, event.evicted,
+        _pools_of(state, event) if state.volatile else {},
     )  # fmt: skip
+
+
+def _pools_of(state: State, event: WriteStarted) -> dict[int, str]:
+    """Storage number -> pool, for the volatile storages of a write. A retry may come when it is gone: then
+    another must not be named for it."""
+    pools: dict[int, str] = {}
+    for number in set(array("H", event.storages)) & state.volatile:
+        pool = state.storage_of[number].pool
+        current = pool is not None and event.session >= pool.session_first
+        pools[number] = pool.incarnation if pool is not None and current else ""
+    return pools
 
 
 # ---------------------------------------------------------------- finish

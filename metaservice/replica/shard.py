@@ -3,18 +3,20 @@ journal; a replica that does not lead answers views and lookups without a lease,
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from metaservice.core import commands as cmd
+from metaservice.core.events import Event, InstanceGone, InstancePut, InstanceRetired, SwitchSet
 from metaservice.core.index import Table
 from metaservice.core.machine import Machine
-from metaservice.core.model import Fingerprint
+from metaservice.core.model import Fingerprint, SwitchMode
 from metaservice.core.rejections import Rejection
-from metaservice.core.replies import BlockDetail, Errands, Tasks
+from metaservice.core.replies import BlockDetail, Errands, Switched, Tasks
 
+from .bell import Bell
 from .errors import NotLeader, ShardUnavailable
 from .life import LEADERLESS, Clock, Hooks, ShardLife
 from .role import Role
@@ -25,6 +27,8 @@ __all__ = ["LEADERLESS", "Clock", "Hooks", "InstanceInfo", "Shard", "StorageInfo
 T = TypeVar("T")
 UNKNOWN_MS = 1 << 53
 """A staleness that no bound allows."""
+_SWITCHING = {SwitchSet, InstancePut, InstanceRetired, InstanceGone}
+"""Events after which another switch may hold on an instance."""
 
 
 class InstanceInfo(Struct, frozen=True):
@@ -37,7 +41,7 @@ class InstanceInfo(Struct, frozen=True):
 
 
 class StorageInfo(Struct, frozen=True):
-    """A storage, as replies name it."""
+    """A storage, as replies name it; `options` of a volatile one with its pool."""
 
     name: str
     kind: str
@@ -50,9 +54,20 @@ class Shard(ShardLife):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._infos: dict[str, InstanceInfo] = {}
+        self._switching = Bell()
 
     def _forget(self) -> None:
         self._infos.clear()  # they hold tables of the state that goes
+        self._switching.ring()
+
+    def _durable(self, events: Sequence[Event], seq: int) -> None:
+        super()._durable(events, seq)
+        if not _SWITCHING.isdisjoint(map(type, events)):
+            self._switching.ring()
+
+    async def _let_go(self, drain_s: float) -> None:
+        self._switching.ring()  # whoever waits is sent to the next leader at once
+        await super()._let_go(drain_s)
 
     # ------------------------------------------------------------ asking the leader
 
@@ -125,6 +140,23 @@ class Shard(ShardLife):
                 return reply
             await asyncio.sleep(min(TICK_MS / 1000, left_s))
 
+    async def watch_switch(
+        self, instance: str, known: SwitchMode | None, wait_ms: int
+    ) -> Switched | Rejection | None:
+        """Long poll: the strictest switch on the instance (None: normal), at once when its mode is not
+        `known`, else when it changes, or after `wait_ms`. Leader only, all the while."""
+        until_s = self._clock.now_s() + wait_ms / 1000
+        while True:
+            found = self._leading().machine.state.instances.get(instance)
+            if found is None:
+                return Rejection("instance_unknown", "no instance of this name is registered", "instance")
+            held = found.effective
+            mode = SwitchMode.normal if held is None else held.mode
+            now_s = self._clock.now_s()
+            if mode is not known or now_s >= until_s:
+                return held
+            await self._switching.wait(min(until_s, self.lease_until_s) - now_s)
+
     def errands(self) -> Errands | None:
         """What the catalogue has to be told now. Leader only."""
         return self._leading().machine.errands(self._clock.now_ms())
@@ -191,7 +223,7 @@ class Shard(ShardLife):
     def storage(self, number: int) -> StorageInfo:
         """The storage of that number."""
         storage = self.state.state.storage_of[number]
-        return StorageInfo(storage.id, storage.kind, storage.options)
+        return StorageInfo(storage.id, storage.kind, storage.told())
 
     def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Struct]:
         """Views of the registered things of a kind by id: at most `limit` behind `after`."""

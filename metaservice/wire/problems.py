@@ -74,6 +74,7 @@ _ALL = (
     Problem("group_mismatch", 409, "The instance exists in another group"),
     Problem("tenant_mismatch", 409, "The group belongs to another tenant"),
     Problem("storage_mismatch", 409, "The storage exists with another kind or options"),
+    Problem("storage_owned", 409, "Another worker that is alive holds the bytes of the volatile storage"),
     Problem("in_use", 409, "Others still depend on it"),
     Problem("not_expired", 409, "The engine or worker has not expired, and its incarnation was not named"),
     Problem("instance_retiring", 409, "The instance is being removed"),

@@ -13,7 +13,7 @@ Every request struct forbids unknown fields, so a misspelt field is an error and
 """
 
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -126,7 +126,8 @@ class LookupRequest(Request, kw_only=True):
 
 class StorageRef(Reply, kw_only=True):
     """A storage as a reader or writer needs it: how to derive a place from (storage, location, generation,
-    part)."""
+    part). Of a volatile storage (`shm`) the service adds the option `pool`: the incarnation of the worker
+    that holds the bytes ('': nobody does)."""
 
     name: str
     kind: str
@@ -339,7 +340,8 @@ class RegisterEngineRequest(Request, kw_only=True):
 
 
 class RegisterWorkerRequest(Request, kw_only=True):
-    """`PUT /v1/workers/{id}`: the storages whose bytes this worker can delete."""
+    """`PUT /v1/workers/{id}`: the storages whose bytes this worker can delete; of a volatile storage it
+    becomes the one that holds them."""
 
     incarnation: Token
     storages: list[Name]
@@ -369,6 +371,22 @@ class HeartbeatReply(Reply, kw_only=True):
 
     status: str
     heartbeat_ms: int
+    switch: SwitchRef | None = None
+
+
+class WatchSwitchRequest(Request, kw_only=True):
+    """`GET /v1/instances/{id}/switch`, these in the query: long poll. Answered at once when the mode of the
+    strictest switch on the instance is not `known` (without it: in any case), else as soon as it changes, or
+    after `wait_ms`."""
+
+    known: Literal["", "normal", "read_only", "bypass"] = ""
+    wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
+
+
+class WatchSwitchReply(Reply, kw_only=True):
+    """The strictest switch on the instance now; `switch` says where it is set (null: `mode` is `normal`)."""
+
+    mode: str
     switch: SwitchRef | None = None
 
 
