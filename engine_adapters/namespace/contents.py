@@ -38,8 +38,8 @@ class ContentsRefused(ValueError):
     """A folder cannot be described: the message says why and what to do."""
 
 
-def model_folder(folder: Path) -> str:
-    """The digest of a model's folder: 32 hex digits.
+def model_path(path: Path) -> str:
+    """The digest of a model's folder, or of the one file it is: 32 hex digits.
 
     Read are the settings, code of the model's own, and of each weights file its name, its size and samples:
     two per tensor of a safetensors file (beginning and middle), 512 of any other. So it takes a second for
@@ -49,13 +49,14 @@ def model_folder(folder: Path) -> str:
     Raises ContentsRefused when there is no `config.json` (or `params.json`) or no weights, OSError when they
     cannot be read.
     """
-    files = sorted(one for one in folder.iterdir() if one.is_file())
-    chosen = [one for one in files if _counts(one)]
+    if path.is_file():
+        return _digest(path.parent, [path], sampled=True)
+    chosen = [one for one in sorted(path.iterdir()) if one.is_file() and _counts(one)]
     if not any(one.name in ("config.json", "params.json") for one in chosen):
-        raise ContentsRefused(f"{folder}: no config.json; it is no model that can be told from others")
+        raise ContentsRefused(f"{path}: no config.json; it is no model that can be told from others")
     if not any(one.suffix in WEIGHTS for one in chosen):
-        raise ContentsRefused(f"{folder}: no weights ({', '.join(WEIGHTS)}); set weight_version and revision")
-    return _digest(folder, chosen, sampled=True)
+        raise ContentsRefused(f"{path}: no weights ({', '.join(WEIGHTS)}); set weight_version and revision")
+    return _digest(path, chosen, sampled=True)
 
 
 def adapter_folder(folder: Path) -> str:

@@ -35,8 +35,12 @@ SERVICE_FIELDS = {
 
 DIGEST_LENGTH = 32
 PREFIX_LENGTH_MAX = 64
+TEXT_LENGTH_MAX = 512
+EXTRA_LENGTH_MAX = 4096
+"""What the service takes in its fingerprint."""
 _GROUP = "full"
 _NAME = re.compile(NAME_PATTERN)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -62,7 +66,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     salt: str = ""
 
     model: str
-    """The model's id: of a folder its content's digest (`model_folder`), never its path alone."""
+    """The model's id: of a folder its content's digest (`contents.model_path`), never its path alone."""
     revision: str = ""
     weight_version: str = ""
     adapter: str = ""
@@ -100,6 +104,13 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """That have a KV cache."""
     groups: str
     """The KV cache groups in the engine's order: kind, window, heads, sizes, layers."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            longest = TEXT_LENGTH_MAX if name in SERVICE_FIELDS else EXTRA_LENGTH_MAX
+            if isinstance(value, str) and (len(value) > longest or _CONTROL.search(value)):
+                raise ValueError(f"{name}: expected at most {longest} characters, none of them control ones")
 
     def digest(self, adapter: str = "") -> str:
         """Names the instance: 32 hex digits. `adapter`: of this adapter's instance instead of `self`'s."""
