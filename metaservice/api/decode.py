@@ -4,15 +4,18 @@ ApiError.
 
 import json
 from typing import Any, Generic, NoReturn, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Raw, Struct
 
 from .errors import ApiError, decoding_error
 from .http import HttpRequest
-from .media import body_is_msgpack, refuse_encoded
+from .media import MSGPACK, body_is_msgpack, refuse_encoded
 
 _Body = TypeVar("_Body", bound=Struct)
+FIELDS_MAX = 16
+"""A query has no more fields than this."""
 
 
 class _Member(str):
@@ -69,6 +72,35 @@ class BodyDecoder(Generic[_Body]):
             raise decoding_error(failure, body) from None
         _refuse_duplicates(members)
         return decoded, as_msgpack
+
+
+class QueryDecoder(Generic[_Body]):
+    """Decodes the query of one kind of GET: names and values as the fields of a struct whose fields all have
+    defaults.
+    """
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: type[_Body]) -> None:
+        self._kind = kind
+
+    def decode(self, request: HttpRequest) -> tuple[_Body, bool]:
+        """The query as a struct, and whether the content type says msgpack (there is no body)."""
+        try:
+            pairs = parse_qsl(
+                request.query.decode("ascii"),
+                keep_blank_values=True,
+                errors="strict",
+                max_num_fields=FIELDS_MAX,
+            )
+        except ValueError as failure:
+            raise ApiError("bad_request", f"the query cannot be read: {failure}") from None
+        try:
+            return msgspec.convert(
+                _unique([*pairs]), self._kind, strict=False
+            ), request.content_type == MSGPACK
+        except msgspec.ValidationError as failure:
+            raise decoding_error(failure, b"") from None
 
 
 def plain_body(request: HttpRequest) -> Any:

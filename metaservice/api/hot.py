@@ -17,7 +17,7 @@ from metaservice.telemetry.metrics import Metrics, RouteStats
 from metaservice.telemetry.tracing import Tracer
 
 from .call import NOWHERE, Call
-from .decode import BodyDecoder
+from .decode import BodyDecoder, QueryDecoder
 from .errors import FAULT, ApiError, error_of, problem_response
 from .forward import Forwarder, led_elsewhere
 from .handlers import Handler, Handlers
@@ -50,7 +50,9 @@ _to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Route:
-    """One hot route: its template, the body it reads, the handler that answers, and its statistics."""
+    """One hot route: its template, the body (of a GET: the query) it reads, the handler that answers, and its
+    statistics.
+    """
 
     __slots__ = ("decoder", "handler", "method", "name", "reply", "request", "stats", "template")
 
@@ -67,7 +69,9 @@ class Route:
         self.template = template
         self.request = request
         self.reply = reply
-        self.decoder: BodyDecoder[Any] = BodyDecoder(request)
+        self.decoder: BodyDecoder[Any] | QueryDecoder[Any] = (
+            QueryDecoder(request) if method == "GET" else BodyDecoder(request)
+        )
         self.handler = handler
         self.name = handler.__name__
         self.stats = stats
@@ -108,7 +112,8 @@ class HotRoutes:
         if len(segments) < 4 or segments[1] != "v1":
             return None
         methods = self._by_shape.get(_shape(segments))
-        return None if methods is None else methods.get(request.method)
+        method = "GET" if request.method == "HEAD" else request.method
+        return None if methods is None else methods.get(method)
 
     def methods(self, segments: list[str]) -> set[str]:
         """The methods that hot routes have on a path."""

@@ -51,6 +51,7 @@ _COLUMNS: dict[str, dict[str, Any]] = {
     "hit": _FLAGS,
     "unknown": _FLAGS,
 }
+_NO_COLUMNS = {("RegisterWorkerRequest", "storages"), ("TakeTasksRequest", "wait_ms")}
 _CODES: dict[tuple[str, str], type[Any]] = {
     ("StartWriteReply", "outcomes"): wire.WriteOutcome,
     ("StartWriteReply", "reasons"): wire.RefusedReason,
@@ -74,7 +75,7 @@ def document(app: FastAPI, routes: Iterable[Route]) -> bytes:
         summary="The replicated metadata service that knows every KV block of an inference fleet",
         routes=app.routes,
     )
-    kinds = [kind for route in routes for kind in (route.request, route.reply)]
+    kinds = [route.reply for route in routes] + [route.request for route in routes if route.method != "GET"]
     _, schemas = msgspec.json.schema_components([*kinds, ProblemBody], ref_template=REF)
     for name, schema in schemas.items():
         _complete(name, schema)
@@ -97,7 +98,30 @@ def document(app: FastAPI, routes: Iterable[Route]) -> bytes:
     return msgspec.json.encode(openapi)
 
 
+def _query(route: Route) -> list[dict[str, Any]]:
+    """What a GET reads from its query, as parameters."""
+    _, schemas = msgspec.json.schema_components([route.request], ref_template=REF)
+    schema = schemas[route.request.__name__]
+    required = schema.get("required", ())
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": described}
+        for name, described in schema["properties"].items()
+    ]
+
+
 def _operation(route: Route) -> dict[str, Any]:
+    reads = (
+        {}
+        if route.method == "GET"
+        else {
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {"schema": {"$ref": REF.format(name=route.request.__name__)}}
+                },
+            }
+        }
+    )
     names = [piece[1:-1] for piece in route.template.split("/") if piece.startswith("{")]
     summary, _, description = (route.request.__doc__ or "").partition(". ")
     return {
@@ -113,11 +137,9 @@ def _operation(route: Route) -> dict[str, Any]:
                 "schema": {"type": "string", "pattern": OPENAPI_NAME_PATTERN},
             }
             for name in names
-        ],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": REF.format(name=route.request.__name__)}}},
-        },
+        ]
+        + (_query(route) if route.method == "GET" else []),
+        **reads,
         "responses": {
             "200": {
                 "description": (route.reply.__doc__ or "").partition("\n")[0],
@@ -146,7 +168,7 @@ def _complete(name: str, schema: dict[str, Any]) -> None:
     for field, described in schema.get("properties", {}).items():
         if (kind := _CODES.get((name, field))) is not None:
             schema["properties"][field] = _names(kind)
-        elif field in _COLUMNS and not (name == "RegisterWorkerRequest" and field == "storages"):
+        elif field in _COLUMNS and (name, field) not in _NO_COLUMNS:
             schema["properties"][field] = _COLUMNS[field]
         else:
             _patterns(described)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from metaservice.core import commands, replies
-from metaservice.core.model import Fingerprint, Limits, Part
+from metaservice.core.model import Fingerprint, Limits, Part, SwitchMode
 from metaservice.core.rejections import Rejection
 
 CATALOGUE = 0
@@ -49,9 +49,9 @@ class StorageView(Protocol):
 class ShardPort(Protocol):
     """One shard, led or followed here.
 
-    `read`, `submit` and `take_tasks` are for the leader: elsewhere they raise NotLeader when the call
-    certainly had no effect, and another ShardUnavailable when it may have had one or the shard cannot serve
-    now. Views and `look` answer from the state that this replica has, in every role, and raise
+    `read`, `submit`, `take_tasks` and `watch_switch` are for the leader: elsewhere they raise NotLeader when
+    the call certainly had no effect, and another ShardUnavailable when it may have had one or the shard
+    cannot serve now. Views and `look` answer from the state that this replica has, in every role, and raise
     ShardUnavailable when it has none.
     """
 
@@ -89,6 +89,14 @@ class ShardPort(Protocol):
     def read(self, command: commands.Command) -> Any: ...
     async def submit(self, command: commands.Command) -> Any: ...
     async def take_tasks(self, command: commands.TakeTasks, wait_ms: int) -> replies.Tasks | Rejection: ...
+    async def watch_switch(
+        self, instance: str, known: SwitchMode | None, wait_ms: int
+    ) -> replies.Switched | Rejection | None:
+        """The strictest switch on the instance (None: normal): at once when its mode is not `known`, else
+        when it changes, or after `wait_ms`. Raises NotLeader as soon as it does not lead any more.
+        """
+        ...
+
     def look(self, command: commands.Lookup) -> Any:
         """A lookup in durable state only: without lease and without a trace in anybody's recency."""
         ...

@@ -19,7 +19,7 @@ from .http import JSON, Reply
 from .lease_shards import by_shard, joined
 from .member_calls import Cluster, ConfirmTask, Heartbeat, Leave, Register, TakeTasks, UnknownPlaces
 from .messages import Member
-from .read_calls import Lookup, ReleaseLeases, RenewLeases
+from .read_calls import Lookup, ReleaseLeases, RenewLeases, WatchSwitch
 from .results import (
     AbortResult,
     ClusterResult,
@@ -32,6 +32,7 @@ from .results import (
     LookupResult,
     RemoveResult,
     RenewResult,
+    SwitchResult,
     TasksResult,
     UnknownResult,
     WriteResult,
@@ -62,12 +63,13 @@ class AsyncClient(AsyncOperators):
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
+    async def close(self, *, cut: bool = False) -> None:
         """Stop renewing and close the connections of this event loop; calls fail from now on. Leases and
-        sessions end by themselves."""
-        await asyncio.to_thread(self._calling.keeps.close, self.config.timeout_ms)
+        sessions end by themselves. Calls in progress end with their answer or deadline; with `cut` they fail
+        at once."""
+        await asyncio.to_thread(self._calling.keeps.close, 0 if cut else self.config.timeout_ms)
         for endpoint in self._calling.endpoints.all:
-            await endpoint.transport.close()
+            await endpoint.transport.close(cut=cut)
 
     async def _run(self, call: Call[T], timeout_ms: int | None) -> T:
         nothing = call.nothing()
@@ -325,6 +327,14 @@ class AsyncClient(AsyncOperators):
     ) -> RemoveResult:
         """Remove blocks; `lease`: the caller's own, released in the same step."""
         return await self._run(Remove(instance, keys, group, lease, request_id), timeout_ms)
+
+    async def watch_switch(
+        self, instance: str, known: str = "", *, wait_ms: int = 0, timeout_ms: int | None = None
+    ) -> SwitchResult:
+        """The strictest switch on the instance: at once when its mode is not `known` (`normal`,
+        `read_only`, `bypass`; "": in any case), else as soon as it changes, or after `wait_ms` (besides the
+        deadline, at most 60,000)."""
+        return await self._run(WatchSwitch(instance, known, wait_ms), timeout_ms)
 
     # -- tasks of workers
 

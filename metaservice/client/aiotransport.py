@@ -92,6 +92,7 @@ class _Pool:
     def __init__(self) -> None:
         self.idle: list[_Link] = []
         self.lent = 0
+        self.busy: set[_Link] = set()
         self.waiting: deque[asyncio.Future[None]] = deque()
 
     def wake_one(self) -> None:
@@ -116,18 +117,24 @@ class AsyncTransport:
         self._resolver = resolver
         self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = WeakKeyDictionary()
         self._closed = False
+        self._cut = False
         forks.register(self)
 
     def after_fork(self) -> None:
         _left_to_the_parent.append(self._pools)
         self._pools = WeakKeyDictionary()
 
-    async def close(self) -> None:
-        """Close this loop's kept connections; calls in progress end by themselves, later ones fail."""
+    async def close(self, *, cut: bool = False) -> None:
+        """Close this loop's kept connections; calls in progress end by themselves (with `cut`: fail now),
+        later ones fail."""
         self._closed = True
+        self._cut |= cut
         pool = self._pools.get(asyncio.get_running_loop())
         if pool is not None:
             pool.close_idle()
+            if cut:
+                for link in pool.busy:
+                    link.close()
             for _ in range(len(pool.waiting)):
                 pool.wake_one()
         await asyncio.sleep(0)  # the loop closes the sockets in its next round
@@ -149,15 +156,22 @@ class AsyncTransport:
         reply: Reply | None = None
         try:
             if link is not None:
+                pool.busy.add(link)
                 try:
                     reply = await link.exchange(request, deadline_ms)
                 except Stale:
+                    pool.busy.discard(link)
                     link.close()
                     link = None
+                    if self._cut:
+                        raise CallFailed(CLOSED, "the client is closed") from None
                     if not repeatable:
                         raise CallFailed(CONNECTION_LOST, "closed before an answer") from None
             if reply is None:
                 link = await self._connect(loop, deadline_ms)
+                pool.busy.add(link)
+                if self._cut:
+                    raise CallFailed(CLOSED, "the client is closed")
                 try:
                     reply = await link.exchange(request, deadline_ms)
                 except Stale:
@@ -166,6 +180,7 @@ class AsyncTransport:
         finally:
             pool.lent -= 1
             if link is not None:
+                pool.busy.discard(link)
                 if reply is not None and reply.keep_alive and not self._closed:
                     link.idle_since_ms = now_ms()
                     pool.idle.append(link)

@@ -18,7 +18,7 @@ from .lease_shards import by_shard, joined
 from .member_calls import Cluster, ConfirmTask, Heartbeat, Leave, Register, TakeTasks, UnknownPlaces
 from .messages import Member
 from .operators import Operators
-from .read_calls import Lookup, ReleaseLeases, RenewLeases
+from .read_calls import Lookup, ReleaseLeases, RenewLeases, WatchSwitch
 from .results import (
     AbortResult,
     ClusterResult,
@@ -31,6 +31,7 @@ from .results import (
     LookupResult,
     RemoveResult,
     RenewResult,
+    SwitchResult,
     TasksResult,
     UnknownResult,
     WriteResult,
@@ -64,12 +65,13 @@ class Client(Operators):
     ) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self, *, cut: bool = False) -> None:
         """Stop renewing and close the connections; calls fail from now on. Leases and sessions end by
-        themselves."""
-        self._calling.keeps.close(patience_ms=self.config.timeout_ms)
+        themselves. Calls in progress in other threads end with their answer or deadline; with `cut` they
+        fail at once."""
+        self._calling.keeps.close(patience_ms=0 if cut else self.config.timeout_ms)
         for endpoint in self._calling.endpoints.all:
-            endpoint.transport.close()
+            endpoint.transport.close(cut=cut)
 
     def _run(self, call: Call[T], timeout_ms: int | None) -> T:
         nothing = call.nothing()
@@ -318,6 +320,14 @@ class Client(Operators):
     ) -> RemoveResult:
         """Remove blocks; `lease`: the caller's own, released in the same step."""
         return self._run(Remove(instance, keys, group, lease, request_id), timeout_ms)
+
+    def watch_switch(
+        self, instance: str, known: str = "", *, wait_ms: int = 0, timeout_ms: int | None = None
+    ) -> SwitchResult:
+        """The strictest switch on the instance: at once when its mode is not `known` (`normal`,
+        `read_only`, `bypass`; "": in any case), else as soon as it changes, or after `wait_ms` (besides the
+        deadline, at most 60,000)."""
+        return self._run(WatchSwitch(instance, known, wait_ms), timeout_ms)
 
     # -- tasks of workers
 

@@ -1,4 +1,4 @@
-"""The calls that read: lookup, and what happens to its leases."""
+"""The calls that read: lookup, what happens to its leases, and the switch that holds."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,17 +14,22 @@ from metaservice.wire.schemas import (
     LeaseReply,
     LookupReply,
     LookupRequest,
+    WatchSwitchReply,
 )
 
 from . import checks
 from .calls import Call, Keeps, Sending, Who, decoded, name, post, shard_of, token
 from .checks import between, codes, lying
 from .endpoints import Route
-from .results import LeasesResult, LookupResult, Places
+from .errors import INVALID_REQUEST, CallFailed
+from .results import LeasesResult, LookupResult, Places, SwitchResult
 
+_switch = Decoder(WatchSwitchReply)
 _lookup = Decoder(LookupReply)
 _leases = Decoder(LeaseReply)
 
+MODES = ("normal", "read_only", "bypass")
+"""What a switch can say, from the mildest to the strictest."""
 _CUTS = frozenset({"none", "miss", "limit", "switch"})
 _FROM_THE_ROOT = frozenset({"prefix", "state"})
 _TTL_MS_MAX = 2**31
@@ -169,6 +174,39 @@ class Lookup(Call[LookupResult]):
     def after(self, result: LookupResult, keeps: Keeps) -> None:
         if self.renew and result.lease:
             keeps.keep_lease(result.lease, result.lease_ms, result.lease_deadline_ms)
+
+
+class WatchSwitch(Call[SwitchResult]):
+    """`GET /v1/instances/{id}/switch`: long poll. Not repeated by itself, so that another replica is not
+    asked while one still waits on purpose."""
+
+    __slots__ = ("instance", "known", "wait_ms")
+
+    repeatable = False
+
+    def __init__(self, instance: str, known: str, wait_ms: int) -> None:
+        self.instance = instance
+        self.known = known
+        self.wait_ms = wait_ms
+
+    @property
+    def route(self) -> Route:
+        return self.instance
+
+    def request(self, who: Who) -> Sending:
+        if self.known not in ("", *MODES):
+            raise CallFailed(INVALID_REQUEST, f"known is none of {', '.join(MODES)}", field="known")
+        query = f"known={self.known}&wait_ms={int(self.wait_ms)}"
+        return Sending("GET", f"/v1/instances/{name(self.instance, 'instance')}/switch?{query}", b"")
+
+    def answer(self, body: bytes, sent_ms: int) -> SwitchResult:
+        reply = decoded(_switch, body)
+        if reply.mode not in MODES or reply.mode != ("normal" if reply.switch is None else reply.switch.mode):
+            raise lying("switch: no mode of ours")
+        return SwitchResult(mode=reply.mode, switch=reply.switch)
+
+    def failed(self, failure: str, detail: str) -> SwitchResult:
+        return SwitchResult(failure=failure, detail=detail)
 
 
 class _OfLeases(Call[LeasesResult]):

@@ -232,6 +232,16 @@ class RemoveResult(Struct, kw_only=True):
     detail: str = ""
 
 
+class SwitchResult(Struct, kw_only=True):
+    """`mode` of the strictest switch on the instance (`normal`, `read_only`, `bypass`), and `switch`: where
+    it is set, None when all is normal. After a failure `mode` is empty: nothing is known."""
+
+    mode: str = ""
+    switch: SwitchRef | None = None
+    failure: str | None = None
+    detail: str = ""
+
+
 class HeartbeatResult(Struct, kw_only=True):
     """`status` is `active`, or empty after a failure; `switch` the strictest on the engine's instance."""
 

@@ -7,6 +7,7 @@ byte now and then gains nothing by it.
 import errno
 import select
 import socket
+from contextlib import suppress
 from threading import Condition
 
 from . import forks
@@ -35,6 +36,11 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+    def cut(self) -> None:
+        """End an exchange that goes on in another thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def quiet(self) -> bool:
         """A kept connection has nothing to say: neither that it ended nor an answer that nobody waits for."""
@@ -100,6 +106,7 @@ class Transport:
         self._lent = 0
         self._open: set[Connection] = set()
         self._closed = False
+        self._cut = False
         forks.register(self)
 
     def after_fork(self) -> None:
@@ -111,11 +118,16 @@ class Transport:
             connection.close()
         self._open.clear()
 
-    def close(self) -> None:
-        """Close kept connections; calls in progress end by themselves, later ones fail."""
+    def close(self, *, cut: bool = False) -> None:
+        """Close kept connections; calls in progress end by themselves (with `cut`: fail now), later ones
+        fail."""
         with self._changed:
             self._closed = True
+            self._cut |= cut
             self._close_idle()
+            if cut:
+                for connection in list(self._open):
+                    connection.cut()
             self._changed.notify_all()
 
     def exchange(self, request: bytes, deadline_ms: int, repeatable: bool) -> Reply:
@@ -133,12 +145,16 @@ class Transport:
                 except Stale:
                     self._discard(connection)
                     connection = None
+                    if self._cut:
+                        raise CallFailed(CLOSED, "the client is closed") from None
                     if not repeatable:
                         raise CallFailed(CONNECTION_LOST, "closed before an answer") from None
             if reply is None:
                 connected = connect(self._resolver, deadline_ms)
                 connection = Connection(connected, self._config.reply_size_max_bytes)
                 self._open.add(connection)
+                if self._cut:
+                    raise CallFailed(CLOSED, "the client is closed")
                 try:
                     reply = connection.exchange(request, deadline_ms)
                 except Stale:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from metaservice.core import commands, replies
-from metaservice.core.model import Limits, Part
+from metaservice.core.model import Limits, Part, SwitchMode
 from metaservice.core.rejections import Rejection
 from metaservice.replica.errors import NotLeader, ShardUnavailable
 
@@ -46,6 +46,7 @@ class FakeShard:
         self.looked: list[commands.Command] = []
         self.rejects: list[Rejection] = []
         """What is answered to the next reads and commands, once each."""
+        self.switch: replies.Switched | None = None
         self._replica = replica
 
     @property
@@ -124,6 +125,13 @@ class FakeShard:
         self._lead(command)
         await asyncio.sleep(wait_ms / 1000)
         return replies.Tasks([])
+
+    async def watch_switch(self, instance: str, known: SwitchMode | None, wait_ms: int) -> Any:
+        self._lead(commands.Heartbeat(kind="engine", id=instance, incarnation=""))
+        mode = SwitchMode.normal if self.switch is None else self.switch.mode
+        if mode is known:
+            await asyncio.sleep(wait_ms / 1000)
+        return self.switch
 
     def describe(self, kind: str, after: str = "", limit: int | None = None) -> list[Any]:
         return []

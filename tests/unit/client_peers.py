@@ -49,7 +49,7 @@ class Request:
 
     @property
     def fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = msgspec.msgpack.decode(self.body)
+        fields: dict[str, Any] = msgspec.msgpack.decode(self.body) if self.body else {}
         return fields
 
     def header(self, name: str) -> str:
@@ -260,6 +260,8 @@ def answer_to(request: Request) -> dict[str, Any]:
         case "remove":
             n = len(fields["keys"])
             return {"outcomes": b"\x01" * n, "removed": n}
+        case "switch":
+            return {"mode": "normal", "switch": None}
         case "heartbeat":
             return {"status": "active", "heartbeat_ms": 100, "switch": None}
         case "tasks":
