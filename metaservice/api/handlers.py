@@ -13,6 +13,7 @@ from metaservice.core import commands, replies
 from metaservice.replica.errors import NotLeader, ShardUnavailable
 from metaservice.telemetry.metrics import Metrics
 from metaservice.wire import schemas as wire
+from metaservice.wire.switches import WatchSwitchReply, WatchSwitchRequest
 
 from . import convert, render
 from .call import Call
@@ -64,8 +65,8 @@ class Handlers:
         yield (
             "GET",
             f"{instance}/switch",
-            wire.WatchSwitchRequest,
-            wire.WatchSwitchReply,
+            WatchSwitchRequest,
+            WatchSwitchReply,
             self.switches.watch_switch,
         )
         yield "POST", f"{session}/finish", wire.FinishRequest, wire.FinishReply, self.finish

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from metaservice.core.model import SwitchMode
-from metaservice.wire import schemas as wire
+from metaservice.wire.switches import WatchSwitchReply, WatchSwitchRequest
 
 from . import render
 from .call import Call
@@ -19,7 +19,7 @@ class SwitchHandlers:
         self._routing = routing
         self._polls = polls
 
-    async def watch_switch(self, call: Call, body: wire.WatchSwitchRequest) -> Struct:
+    async def watch_switch(self, call: Call, body: WatchSwitchRequest) -> Struct:
         instance = call.segments[3]
         shard, _ = self._routing.instance(call, instance)
         known = SwitchMode[body.known] if body.known else None
@@ -32,4 +32,4 @@ class SwitchHandlers:
             held = await shard.watch_switch(instance, known, 0)
         switch = render.switch(taken(held))
         mode = SwitchMode.normal.name if switch is None else switch.mode
-        return wire.WatchSwitchReply(mode=mode, switch=switch)
+        return WatchSwitchReply(mode=mode, switch=switch)

@@ -14,8 +14,8 @@ from metaservice.wire.schemas import (
     LeaseReply,
     LookupReply,
     LookupRequest,
-    WatchSwitchReply,
 )
+from metaservice.wire.switches import WatchSwitchReply
 
 from . import checks
 from .calls import Call, Keeps, Sending, Who, decoded, name, post, shard_of, token

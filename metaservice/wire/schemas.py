@@ -13,7 +13,7 @@ Every request struct forbids unknown fields, so a misspelt field is an error and
 """
 
 from enum import IntEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -371,22 +371,6 @@ class HeartbeatReply(Reply, kw_only=True):
 
     status: str
     heartbeat_ms: int
-    switch: SwitchRef | None = None
-
-
-class WatchSwitchRequest(Request, kw_only=True):
-    """`GET /v1/instances/{id}/switch`, these in the query: long poll. Answered at once when the mode of the
-    strictest switch on the instance is not `known` (without it: in any case), else as soon as it changes, or
-    after `wait_ms`."""
-
-    known: Literal["", "normal", "read_only", "bypass"] = ""
-    wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
-
-
-class WatchSwitchReply(Reply, kw_only=True):
-    """The strictest switch on the instance now; `switch` says where it is set (null: `mode` is `normal`)."""
-
-    mode: str
     switch: SwitchRef | None = None
 
 
