@@ -26,11 +26,9 @@ from vllm.v1.core import kv_cache_utils
 from engine_adapters.namespace import Namespace
 from engine_adapters.namespace.canary import canary
 from engine_adapters.namespace.contents import ContentsRefused, model_path
+from engine_adapters.vllm.layout import Layout, LayoutRefused, layout_of
+from engine_adapters.vllm.settings import Settings
 from metaservice import __version__
-
-from .layout import Layout, LayoutRefused, layout_of
-from .settings import Settings
-from .weights import weight_version
 
 HASHES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 """vLLM's block hashes -> bytes of a key."""
@@ -50,19 +48,17 @@ _ROPE_PLAIN = frozenset({"default", "linear"})
 _DIGEST_LENGTH = 32
 
 
-def namespace_of(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, *, version: str | None = None
+def describe(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, *, weight_version: str = ""
 ) -> Namespace:
-    """The namespace as this process sees it; `version` is the weights' version where it is known already.
+    """The namespace as this process sees it. `agreed` makes the engine's of all processes'.
 
     `kv_format` is empty in a process without the model's layers. Reads the model's folder: a second for the
     largest. Raises LayoutRefused with the reason when the layout or the namespace cannot be.
     """
     layout = layout_of(vllm_config, kv_cache_config)
     model_config, cache = vllm_config.model_config, vllm_config.cache_config
-    if version is None:
-        version = weight_version(settings)
-    model, revision = _model(vllm_config, settings, version)
+    model, revision = _model(vllm_config, settings, weight_version)
     seed, root = _root(cache.prefix_caching_hash_algo)
     try:
         return Namespace(
@@ -73,7 +69,7 @@ def namespace_of(
             salt=settings.salt,
             model=model,
             revision=revision,
-            weight_version=version,
+            weight_version=weight_version,
             model_config=_digest(_configuration(vllm_config)),
             dtype=str(model_config.dtype).removeprefix("torch."),
             quantization=str(model_config.quantization or ""),
@@ -199,7 +195,8 @@ def _hasher(algorithm: str) -> Any:
     function = get_hash_fn_by_name(algorithm)
 
     def block_hash(parent: bytes, tokens: Any, extra: Any) -> bytes:
-        return kv_cache_utils.hash_block_tokens(function, kv_cache_utils.BlockHash(parent), tokens, extra)
+        key: bytes = kv_cache_utils.hash_block_tokens(function, parent, tokens, extra)
+        return key
 
     return block_hash
 

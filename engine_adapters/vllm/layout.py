@@ -75,6 +75,11 @@ class Layout(msgspec.Struct, frozen=True):
         """Of all ranks and groups, rank by rank."""
         return tuple(part for rank in range(self.tp) for part in self.rank_parts(rank))
 
+    @property
+    def layer_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The layers of each group."""
+        return tuple(group.layers for group in self.groups)
+
     def rank_parts(self, rank: int) -> tuple[Part, ...]:
         """One rank's, group by group: `tp<rank>`, with several groups `g<group>.tp<rank>`."""
         names = [f"g{number}-" for number in range(len(self.groups))] if len(self.groups) > 1 else [""]

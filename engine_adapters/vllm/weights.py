@@ -1,38 +1,58 @@
-"""The version of an engine's weights, as an operator or a trainer says it."""
+"""Which version the engine's weights have, by what an operator says."""
 
-import os
+import logging
 from pathlib import Path
+from secrets import token_hex
 
-from .layout import LayoutRefused
-from .settings import Settings
+from engine_adapters.vllm.settings import Settings, SettingsRefused
 
-VERSION_LENGTH_MAX = 400
-_PRIVATE = "+reset-"
+log = logging.getLogger("ucm.vllm")
 
-
-def weight_version(settings: Settings) -> str:
-    """What the settings say now; the file is read anew. Raises LayoutRefused when it cannot be."""
-    if not settings.weight_version_file:
-        return _checked(settings.weight_version, "weight_version")
-    path = Path(settings.weight_version_file)
-    try:
-        text = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LayoutRefused(f"weight_version_file: {error}") from None
-    if not text:
-        raise LayoutRefused(f"weight_version_file: {path} is empty")
-    prefix = f"{settings.weight_version}:" if settings.weight_version else ""
-    return _checked(prefix + text, "weight_version_file")
+_LENGTH_MAX = 256
 
 
-def private_version(version: str) -> str:
-    """A version that no other engine has: of weights that changed and nobody said to what."""
-    return f"{version.partition(_PRIVATE)[0]}{_PRIVATE}{os.urandom(8).hex()}"
+class Weights:
+    """Follows `weight_version` and `weight_version_file`. KV of other weights is wrong output, so where it is
+    not known whether the weights are still the same, they count as changed."""
 
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._told = self._version = self._read()
 
-def _checked(text: str, setting: str) -> str:
-    if len(text) > VERSION_LENGTH_MAX or not (text.isprintable()):
-        raise LayoutRefused(
-            f"{setting}: expected one line of at most {VERSION_LENGTH_MAX} printable characters"
-        )
-    return text
+    def version(self) -> str:
+        """The version now; the namespace has it."""
+        return self._version
+
+    def renewed(self) -> str:
+        """The version after vLLM reset its caches: what the file says now, or one of this engine alone."""
+        try:
+            told = self._read()
+        except SettingsRefused as refused:
+            log.warning("%s", refused)
+            told = self._told
+        if told != self._told:
+            self._told = self._version = told
+        else:
+            self._version = f"{told}+reset-{token_hex(8)}"
+            log.warning(
+                "the caches were reset and the weights' version is not known to have changed: this engine "
+                "shares its cache with no other until it restarts; write the version to "
+                "weight_version_file before a reset"
+            )
+        return self._version
+
+    def _read(self) -> str:
+        """What the setting or the file says. Raises SettingsRefused."""
+        name = self._settings.weight_version_file
+        if not name:
+            return self._settings.weight_version
+        try:
+            text = Path(name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsRefused(f"kv_connector_extra_config.weight_version_file: {name}: {error}") from None
+        if len(text) > _LENGTH_MAX or not text.isprintable():
+            raise SettingsRefused(
+                f"kv_connector_extra_config.weight_version_file: {name}: expected at most {_LENGTH_MAX} "
+                "printable characters"
+            )
+        return text
