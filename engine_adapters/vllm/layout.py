@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dataplane.pages import page_order
 from engine_adapters.namespace import Part
 
 SPECS = "vllm.v1.kv_cache_interface"
@@ -79,6 +80,10 @@ class Layout(msgspec.Struct, frozen=True):
     def layer_groups(self) -> tuple[tuple[str, ...], ...]:
         """The layers of each group."""
         return tuple(group.layers for group in self.groups)
+
+    def parts_of(self, rank: int) -> tuple[str, ...]:
+        """The names of one rank's parts, group by group."""
+        return tuple(part.name for part in self.rank_parts(rank))
 
     def rank_parts(self, rank: int) -> tuple[Part, ...]:
         """One rank's, group by group: `tp<rank>`, with several groups `g<group>.tp<rank>`."""
@@ -179,7 +184,7 @@ def _group(number: int, group: Any, block_size: int) -> GroupLayout:
         "window" if window else "full",
         window_blocks(window, block_size) if window else 0,
         spec.page_size_bytes,
-        tuple(group.layer_names),
+        page_order(group.layer_names),
         _words(spec, window),
     )
 
