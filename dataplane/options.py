@@ -42,7 +42,7 @@ class WorkerStats:
     By tasks: `tasks` confirmed; `deleted` files, files `absent` already, and `failed` deletions; `refused`:
     answers of a service that is not ours, for which nothing was done. By sweeps: `sweeps` that went through
     to the end; `swept` orphans, `swept_temporary` unfinished files, `sweep_failed` scans and deletions;
-    `foreign` files of others that the last full sweep saw.
+    `foreign` files of others that the last full sweep saw. `pools`: made for storages that this worker owns.
     """
 
     tasks: int = 0
@@ -55,4 +55,5 @@ class WorkerStats:
     swept_temporary: int = 0
     sweep_failed: int = 0
     foreign: int = 0
+    pools: int = 0
     lock: Lock = field(default_factory=Lock, repr=False, compare=False)

@@ -79,7 +79,8 @@ class Place(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What tells a found file from another under the same name, and from itself after a change."""
+    """What tells a found file from another under the same name, and from itself after a change. Where blocks
+    are not files of their own, `inode` is something else that tells them apart."""
 
     inode: int
     mtime_ns: int
@@ -110,7 +111,7 @@ class Capabilities(NamedTuple):
     `memory`: kinds of memory that buffers may be in. `alignment_bytes`: what the address and length of
     buffers must be a multiple of. `batch_places_max`: places in one `*_many` call beyond which nothing is
     gained. `survives`: what an acknowledged write outlives: the writing `process`, or a loss of `power` of
-    the machine it was made on.
+    the machine it was made on. `volatile`: it does not outlive the worker that owns the storage.
     """
 
     kind: str
@@ -118,6 +119,7 @@ class Capabilities(NamedTuple):
     alignment_bytes: int
     batch_places_max: int
     survives: Literal["process", "power"]
+    volatile: bool = False
 
 
 class DataPlaneError(Exception):

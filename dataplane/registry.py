@@ -3,18 +3,38 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from dataplane.backends import posix
+from dataplane.backends import posix, shm, shm_pool
 from dataplane.port import Backend, OpenFailed
+
+
+class Pools(NamedTuple):
+    """How the worker that owns a storage of a volatile kind makes and removes what the bytes are in.
+
+    Both take the storage's options, with `pool` its owner's incarnation, the cluster and the storage's name;
+    both raise OpenFailed and may be called again. `make` says whether there was none; `remove` takes all but
+    that pool away, or all when `pool` is "", and says how many.
+    """
+
+    make: Callable[[Mapping[str, str], str, str], bool]
+    remove: Callable[[Mapping[str, str], str, str], int]
 
 
 class _Kind(NamedTuple):
     open: Callable[[Mapping[str, str]], Backend]
     options: tuple[str, ...]
+    pools: Pools | None = None
 
 
 _KINDS: Mapping[str, _Kind] = {
     "posix": _Kind(posix.open_posix, posix.OPTIONS),
+    "shm": _Kind(shm.open_shm, shm_pool.OPTIONS, Pools(shm_pool.make, shm_pool.remove)),
 }
+
+
+def pools_of(kind: str) -> Pools | None:
+    """How the pools of a volatile kind are owned; None for a kind whose bytes need no owner, or unknown."""
+    found = _KINDS.get(kind)
+    return None if found is None else found.pools
 
 
 def open_backend(kind: str, options: Mapping[str, str]) -> Backend:

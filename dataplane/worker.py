@@ -1,7 +1,7 @@
 """The worker daemon: deletes the bytes that the service names, and those that it does not know.
 
 It holds no state: whatever it was about to do when it died is a task that times out and goes to another
-worker, and every deletion may be done twice.
+worker, and every deletion may be done twice. Of a volatile storage it owns the pool: that dies with it.
 """
 
 import logging
@@ -12,8 +12,9 @@ from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
 
 from dataplane.options import WorkerOptions, WorkerStats
+from dataplane.pools import PoolOwner
 from dataplane.port import Backend, OpenFailed
-from dataplane.registry import open_backend
+from dataplane.registry import open_backend, pools_of
 from dataplane.service import Guard, Registered, Service
 from dataplane.sweep import Sweeper
 from dataplane.tasks import Lane, dealt
@@ -30,7 +31,8 @@ class Worker:
     """One worker for some storages.
 
     `storages` maps each name to an opened backend, or to None: then it is opened as the service describes it.
-    A backend handed in stays the caller's to close. Runs once.
+    A backend handed in stays the caller's to close. Of a storage of a volatile kind the worker makes, renews
+    and removes the pool; such a one is to be None. Runs once.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Worker:
         self._random = new_random()
         self._over = Event()
         self._broken: BaseException | None = None
+        self._pools = PoolOwner(self.stats)
 
     def run(self, stop: Event) -> None:
         """Work until `stop` is set, then finish or hand back what is under way. Goes on through outages of
@@ -64,6 +67,7 @@ class Worker:
             pass
         self._over.set()
         main.join(self._options.stop_ms / 1_000)
+        self._pools.leave()  # after the service was told, however long it took to hear
         if self._broken is not None:
             raise self._broken
 
@@ -85,21 +89,30 @@ class Worker:
             shards = self._shard_count(guard)
             if storages is None or not shards:
                 return
-            sweeper = Sweeper(self._service, guard, storages, self.stats, self._options.safe_age_ms, shards)
-            sweeps = Thread(
-                target=self._guarded, args=(lambda: self._sweep(sweeper),), name="worker-sweep", daemon=True
-            )
-            sweeps.start()
+            lasting = {
+                name: backend for name, backend in storages.items() if not backend.capabilities.volatile
+            }
+            sweeper = Sweeper(self._service, guard, lasting, self.stats, self._options.safe_age_ms, shards)
+            others = [
+                self._started("worker-sweep", lambda: self._sweep(sweeper)),
+                self._started("worker-pools", lambda: self._keep_pools(registration, guard, storages)),
+            ]
             try:
                 self._delete(guard, storages, shards)
             finally:
                 self._over.set()
-                sweeps.join()
+                for thread in others:
+                    thread.join()
         finally:
             if registration.active:
                 self._service.deregister()
             for backend in opened:
                 backend.close()
+
+    def _started(self, name: str, work: Callable[[], None]) -> Thread:
+        thread = Thread(target=self._guarded, args=(work,), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _backoff(self) -> Backoff:
         return Backoff(self._options.backoff_ms_min, self._options.backoff_ms_max, self._random)
@@ -112,7 +125,7 @@ class Worker:
 
     def _open(
         self, registration: Registered, guard: Guard, opened: list[Backend]
-    ) -> Mapping[str, Backend] | None:
+    ) -> dict[str, Backend] | None:
         """All storages, opened as the service describes them where none was handed in; None when the worker
         ends first.
 
@@ -122,7 +135,8 @@ class Worker:
         backoff = self._backoff()
         storages = {name: backend for name, backend in self._storages.items() if backend is not None}
         while not self._over.is_set():
-            if guard.standing() is None:
+            standing = guard.standing()
+            if standing is None:
                 self._pause(backoff, guard.trouble())
                 continue
             known = {ref.name: ref for ref in registration.storage_table}
@@ -130,8 +144,11 @@ class Worker:
                 for name in self._storages.keys() - storages.keys():
                     if name not in known:
                         raise OpenFailed("storages", f"the service does not describe {name!r}")
-                    storages[name] = open_backend(known[name].kind, known[name].options)
-                    opened.append(storages[name])
+                    if pools_of(known[name].kind) is not None:
+                        storages[name] = self._pools.own(known[name], standing)
+                    else:
+                        storages[name] = open_backend(known[name].kind, known[name].options)
+                        opened.append(storages[name])
             except OpenFailed as failed:
                 self._pause(backoff, f"storage not opened: {failed}")
                 continue
@@ -161,18 +178,32 @@ class Worker:
             Lane(self._service, guard, storages, self.stats, self._options, self._over, turns)
             for turns in dealt(shards)
         ]
-        others = [
-            Thread(target=self._guarded, args=(lane.run,), name="worker-tasks", daemon=True)
-            for lane in lanes[1:]
-        ]
-        for thread in others:
-            thread.start()
+        others = [self._started("worker-tasks", lane.run) for lane in lanes[1:]]
         try:
             lanes[0].run()
         finally:
             self._over.set()
             for thread in others:
                 thread.join()
+
+    # --- pools -----------------------------------------------------------------------------------------
+
+    def _keep_pools(self, registration: Registered, guard: Guard, storages: dict[str, Backend]) -> None:
+        """See that each owned storage has the pool of the current registration, until the worker ends."""
+        backoff = self._backoff()
+        owned = [name for name, backend in storages.items() if backend.capabilities.volatile]
+        while owned and not self._over.wait(_LOOK_MS / 1_000):
+            standing = guard.standing()
+            if standing is None:
+                continue
+            known = {ref.name: ref for ref in registration.storage_table}
+            try:
+                for name in owned:
+                    if name in known:
+                        storages[name] = self._pools.own(known[name], standing)
+                backoff.reset()
+            except OpenFailed as failed:
+                self._pause(backoff, f"no pool: {failed}")
 
     # --- sweeps ----------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from dataplane import integrity
 from dataplane.backends import posix_layout as layout
 from dataplane.backends.posix_scan import scan, stamp_of
 from dataplane.batch import Batch, kept
+from dataplane.buffers import payload_of, writable
 from dataplane.integrity import HEADER_BYTES, BadPlace
 from dataplane.port import (
     Buffer,
@@ -120,7 +121,7 @@ class Posix:
     # --- write -----------------------------------------------------------------------------------------
 
     def write(self, place: Place, data: Buffer) -> int:
-        payload = _payload(place, data)
+        payload = payload_of(place, data)
         checksum = integrity.checksum_of(payload)
         try:
             header = integrity.encode_header(place, checksum)
@@ -205,7 +206,7 @@ class Posix:
         return payload
 
     def read_into(self, place: Place, buffer: bytearray | memoryview, checksum: int | None = None) -> None:
-        view = _writable(place, buffer)
+        view = writable(place, buffer)
         with self._verified_header(place, checksum) as (descriptor, stored):
             try:
                 _expect_all(place, _read_all_into(descriptor, view))
@@ -294,28 +295,6 @@ class Posix:
 
 
 # --- bytes ---------------------------------------------------------------------------------------------
-
-
-def _payload(place: Place, data: Buffer) -> memoryview:
-    """`data` as plain bytes of the length that the place promises."""
-    try:
-        payload = memoryview(data).cast("B")
-    except (TypeError, ValueError) as error:
-        raise WriteFailed("bad_buffer", place, str(error)) from None
-    if len(payload) != place.size_bytes:
-        raise WriteFailed("wrong_length", place, f"{len(payload)} bytes instead of {place.size_bytes}")
-    return payload
-
-
-def _writable(place: Place, buffer: bytearray | memoryview) -> memoryview:
-    """`buffer` as plain writable bytes of the length that the place promises."""
-    try:
-        view = memoryview(buffer).cast("B")
-    except (TypeError, ValueError) as error:
-        raise ReadRefused("bad_buffer", place, str(error)) from None
-    if view.readonly or len(view) != place.size_bytes:
-        raise ReadRefused("bad_buffer", place, f"{place.size_bytes} writable bytes are needed")
-    return view
 
 
 def _write_all(descriptor: int, header: bytes, payload: memoryview) -> None:
