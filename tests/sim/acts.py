@@ -149,6 +149,13 @@ def send_start(world: World, command: StartWrite, deployment: Deployment, group:
                 group,
                 tuple(places),
                 world.machine.seq,
+                {
+                    (location, generation): reply.pools[storage]
+                    for location, generation, storage in zip(
+                        reply.locations, reply.generations, reply.storages, strict=True
+                    )
+                    if generation and storage in reply.pools
+                },
             )
         )
 
@@ -170,6 +177,9 @@ def finish(world: World, rng: Random) -> None:
         parts = rng.sample(names, rng.randint(1, len(names)))
     cells = [(place, part) for place in places for part in parts or names]
     ok = bytes(not chance(rng, 10) for _ in cells) if chance(rng, 30) else None
+    lost = [world.unreachable(write, place) for place, _ in cells]
+    if any(lost):
+        ok = bytes(not gone and (ok is None or ok[row] > 0) for row, gone in enumerate(lost))
     said = [cell for row, cell in enumerate(cells) if ok is None or ok[row]]
     written = [world.put_bytes(write, place, part) for place, part in said]
     truly = all(written)

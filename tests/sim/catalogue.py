@@ -17,11 +17,11 @@ from metaservice.core.commands import (
 from metaservice.core.model import SessionState, SwitchMode, SwitchScope
 from metaservice.core.replies import Done, InstanceRegistered, Registered
 
+from .pools import Pools
 from .rows import InstanceRow, Member, Refuse
-from .writes import Writes
 
 
-class Catalogue(Writes):
+class Catalogue(Pools):
     """Predicts the replies of catalogue and membership commands."""
 
     def on_put_tenant(self, command: PutTenant, now_ms: int, reply: object) -> None:
@@ -48,10 +48,10 @@ class Catalogue(Writes):
         self.state.storages[command.storage] = command
 
     def storage_used(self, name: str) -> bool:
-        """Whether a group names the storage or a block lies in it."""
-        return any(name in group.storages for group in self.state.groups.values()) or any(
-            copy.storage == name for copy in self.state.copies.values()
-        )
+        """Whether a group names the storage, a block lies in it or a worker holds it."""
+        named = any(name in group.storages for group in self.state.groups.values())
+        used = any(copy.storage == name for copy in self.state.copies.values())
+        return named or used or name in self.state.pools
 
     def on_delete_storage(self, command: DeleteStorage, now_ms: int, reply: object) -> None:
         """Only when no group names it and no block lies in it."""
@@ -143,24 +143,31 @@ class Catalogue(Writes):
                 self.end_session(number, SessionState.aborted, now_ms)
 
     def on_register_worker(self, command: RegisterWorker, now_ms: int, reply: object) -> None:
-        """Another incarnation fences the one before."""
+        """Another incarnation fences the one before; what that held in volatile storages is gone."""
         if any(name not in self.state.storages for name in command.storages):
             raise Refuse("storage_unknown")
+        self.refuse_incarnation("worker", command.worker, command.incarnation)
+        self.refuse_pools(command)
         fenced = self.register("worker", command.worker, command.incarnation, command.storages, now_ms)
+        self.begin_pools(command, now_ms)
         self.agree("reply", Registered(command.worker, command.incarnation, fenced), reply)
 
     def register(self, kind: str, name: str, incarnation: str, of: object, now_ms: int) -> str:
         """Enter a member; the incarnation that it fences, or ''."""
-        if not incarnation:
-            raise Refuse("invalid_field")
+        self.refuse_incarnation(kind, name, incarnation)
         known = self.members(kind).get(name, Member(""))
-        if incarnation in known.retired:
-            raise Refuse("incarnation_retired")
         self.memory.seen_ms[(kind, name)] = now_ms
         fenced = known.incarnation if known.incarnation not in ("", incarnation) else ""
         retired = (*known.retired, fenced) if fenced else known.retired
         self.members(kind)[name] = Member(incarnation, of, retired)
         return fenced
+
+    def refuse_incarnation(self, kind: str, name: str, incarnation: str) -> None:
+        """What was replaced cannot come back."""
+        if not incarnation:
+            raise Refuse("invalid_field")
+        if incarnation in self.members(kind).get(name, Member("")).retired:
+            raise Refuse("incarnation_retired")
 
     def on_deregister(self, command: Deregister, now_ms: int, reply: object) -> None:
         """It leaves on purpose; what an engine had open is over."""
@@ -172,6 +179,8 @@ class Catalogue(Writes):
         if not command.incarnation and not known.expired_ms:
             raise Refuse("not_expired")
         del self.members(command.kind)[command.id]
+        if command.kind == "worker":
+            self.end_pools(command.id, now_ms)
         for number, session in list(self.state.sessions.items()):
             if command.kind == "engine" and session.open and session.engine == command.id:
                 self.end_session(number, SessionState.aborted, now_ms)

@@ -70,15 +70,19 @@ class Choices(Reads):
         """The copy's key is free at once, its place only later."""
         if copy.state == LocationState.writing:
             self.unwritten.append((copy.location, copy.generation))
+        self.pass_on(copy)
+        self.state.copies[copy.location] = copy._replace(
+            state=LocationState.deleting, session=0, seq=self.seq, not_before_ms=not_before_ms
+        )
+
+    def pass_on(self, copy: Copy) -> None:
+        """What the copy needed was used when the copy was."""
         needed = self.live().get(self.needs(copy))
         own_ms = self.memory.own_ms
         if needed is not None and copy.location in own_ms:
             own_ms[needed.location] = max(own_ms.get(needed.location, 0), own_ms[copy.location])
         own_ms.pop(copy.location, None)
         self.memory.used_ms.pop(copy.location, None)
-        self.state.copies[copy.location] = copy._replace(
-            state=LocationState.deleting, session=0, seq=self.seq, not_before_ms=not_before_ms
-        )
 
     # ------------------------------------------------------------ storages
 
@@ -88,7 +92,12 @@ class Choices(Reads):
             name
             for name in self.state.groups[row.group].storages
             if self.mode(SwitchScope.storage, name) == SwitchMode.normal
+            and (name in self.state.pools or not self.volatile(name))
         ]
+
+    def volatile(self, name: str) -> bool:
+        """Whether the storage's bytes are gone with the worker that holds them."""
+        return self.state.storages[name].kind == "shm"
 
     def storage_room(self, names: list[str], size_bytes: int) -> int:
         """How many more blocks of that size the storages take together."""

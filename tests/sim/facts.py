@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from metaservice.core.model import GroupKind, Limits, LocationState, Quota, SwitchMode, SwitchScope
 
-from .rows import Copy, InstanceRow, Lease, Member, Memory, Refuse, State
+from .rows import Copy, InstanceRow, Member, Memory, Refuse, State
 
 Block = tuple[str, str, bytes]
 """(instance, attention group, key)"""
@@ -59,26 +59,27 @@ class Facts:
 
     # ------------------------------------------------------------ leases
 
-    def lease_end(self, location: int) -> int:
-        """When the last lease over a location ends; 0 without one."""
+    def lease_end(self, copy: Copy) -> int:
+        """When the last lease over a copy ends; 0 without one."""
+        none = (0, 0)
         return max(
             (
-                lease.rows[location][1]
+                lease.rows[copy.location][1]
                 for lease in self.memory.leases.values()
-                if lease.state == "held" and location in lease.rows
+                if lease.state == "held" and lease.rows.get(copy.location, none)[0] == copy.generation
             ),
             default=0,
         )
 
     def leased(self, copy: Copy, now_ms: int) -> bool:
         """Whether a lease holds the copy now."""
-        return self.lease_end(copy.location) > now_ms
+        return self.lease_end(copy) > now_ms
 
     def end_leases(self, now_ms: int) -> None:
         """Leases end by time: each of its blocks by itself, and the lease with the last of them."""
         for name, lease in self.memory.leases.items():
             if lease.state == "held" and all(deadline <= now_ms for _, deadline in lease.rows.values()):
-                self.memory.leases[name] = Lease(lease.rows, "expired")
+                self.memory.leases[name] = lease._replace(state="expired")
 
     # ------------------------------------------------------------ room
 

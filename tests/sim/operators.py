@@ -20,6 +20,7 @@ from metaservice.core.commands import (
     Tick,
 )
 from metaservice.core.model import Fingerprint, LocationState, SwitchMode, SwitchScope
+from metaservice.core.rejections import Rejection
 
 from . import acts
 from .acts import ENGINES, WORKERS, Act, chance
@@ -33,7 +34,7 @@ def register(world: World, rng: Random) -> None:
     member = rng.choice((*ENGINES, *WORKERS))
     known = world.incarnations[member]
     if chance(rng, 30):
-        known.append(world.fresh_name(f"{member}."))
+        world.restart(member)
     enter(world, rng, member, rng.choice(known) if chance(rng, 10) else known[-1])
 
 
@@ -44,7 +45,14 @@ def enter(world: World, rng: Random, member: str, incarnation: str) -> None:
         world.send(RegisterEngine(engine=member, incarnation=incarnation, instance=instance))
     else:
         storages = ("s0", "s1") if chance(rng, 70) else (rng.choice(("s0", "s1", "s2")),)
-        world.send(RegisterWorker(worker=member, incarnation=incarnation, storages=storages))
+        reply = world.send(RegisterWorker(worker=member, incarnation=incarnation, storages=storages))
+        code = getattr(reply, "code", "")
+        if code == "storage_owned" and chance(rng, 80):  # there is another worker for that one
+            rest = tuple(name for name in ("s0", "s1") if name != world.setting.volatile)
+            world.send(RegisterWorker(worker=member, incarnation=incarnation, storages=rest))
+        elif code == "incarnation_retired" and world.setting.volatile and chance(rng, 80):
+            current = world.restart(member)
+            world.send(RegisterWorker(worker=member, incarnation=current, storages=storages))
 
 
 def beat(world: World, rng: Random) -> None:
@@ -57,13 +65,19 @@ def beat(world: World, rng: Random) -> None:
         reply = world.ask(Heartbeat(kind=kind, id=member, incarnation=current))
         if getattr(reply, "code", "") == "reregister" and chance(rng, 80):
             enter(world, rng, member, world.incarnations[member][-1])
+    if world.setting.volatile and chance(rng, 15):
+        worker = rng.choice(WORKERS)
+        enter(world, rng, worker, world.restart(worker))
 
 
 def deregister(world: World, rng: Random) -> None:
     """A member leaves on purpose."""
     member = rng.choice((*ENGINES, *WORKERS))
     kind = "engine" if member in ENGINES else "worker"
-    world.send(Deregister(kind=kind, id=member, incarnation=acts.incarnation(world, rng, member)))
+    current = acts.incarnation(world, rng, member)
+    reply = world.send(Deregister(kind=kind, id=member, incarnation=current))
+    if kind == "worker" and not isinstance(reply, Rejection):
+        world.bury(current)
 
 
 # ---------------------------------------------------------------- operators
@@ -114,7 +128,8 @@ def quota(world: World, rng: Random) -> None:
             name = rng.choice(("s0", "s1"))
             options = {"root": f"/{name}"} if chance(rng, 90) else {"root": "/elsewhere"}
             capacity = setting.maybe(rng, 60, 400)
-            world.send(PutStorage(storage=name, kind="posix", options=options, capacity_bytes=capacity))
+            kind = setting.kind(name)
+            world.send(PutStorage(storage=name, kind=kind, options=options, capacity_bytes=capacity))
 
 
 def odd_catalogue(world: World, rng: Random) -> None:

@@ -9,7 +9,7 @@ from metaservice.core.replies import Confirmed, Removed, Tasks
 
 from .catalogue import Catalogue
 from .facts import Scope
-from .rows import PENDING, REMOVED, Copy, Lease, Memory, Refuse, TaskRow, Violation
+from .rows import Copy, Memory, Refuse, TaskRow, Violation
 
 
 class Passing(Catalogue):
@@ -37,6 +37,7 @@ class Passing(Catalogue):
                 if member.expired_ms and now_ms - member.expired_ms >= self.limits.forget_ms:
                     del members[name]
                 elif not member.expired_ms and silent_ms >= self.limits.expire_ms:
+                    self.end_pools(name, now_ms)
                     members[name] = member._replace(expired_ms=now_ms)
 
     def expire_tasks(self, now_ms: int) -> None:
@@ -150,7 +151,7 @@ class Passing(Catalogue):
         assert isinstance(reply, Removed), reply
         lease = self.memory.leases.get(command.lease)
         if lease is not None and lease.state == "held":
-            self.memory.leases[command.lease] = Lease(lease.rows, "released")
+            self.memory.leases[command.lease] = lease._replace(state="released")
         live = self.live()
         answers: dict[bytes, RemoveOutcome] = {}
         for key in command.keys:
@@ -160,7 +161,7 @@ class Passing(Catalogue):
             if copy is None:
                 answers[key] = RemoveOutcome.absent
                 continue
-            held = self.lease_end(copy.location) > now_ms
+            held = self.lease_end(copy) > now_ms
             answers[key] = RemoveOutcome.waiting_for_lease if held else RemoveOutcome.removed
             self.remove(copy, now_ms)
         self.agree("outcomes", [answers[k] for k in command.keys], [RemoveOutcome(o) for o in reply.outcomes])
@@ -171,14 +172,7 @@ class Passing(Catalogue):
     def remove(self, copy: Copy, now_ms: int) -> None:
         """Take a live copy out of service."""
         if copy.state == LocationState.writing:
-            session = self.state.sessions[copy.session]
-            rows = dict(session.rows)
-            assert rows[copy.location][1] == PENDING
-            rows[copy.location] = (copy.generation, REMOVED)
-            session = session._replace(rows=rows)
-            if not session.open:
-                session = session._replace(state=SessionState.finished)
-            self.state.sessions[copy.session] = session
+            self.row_removed(copy)
             self.free(copy, now_ms + max(self.limits.late_write_ms, self.limits.reclaim_delay_ms))
         else:
             self.free(copy, now_ms + self.limits.reclaim_delay_ms)

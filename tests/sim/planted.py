@@ -247,6 +247,20 @@ def watermarks_off() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def locations_survive_their_pool() -> Iterator[None]:
+    """A worker comes back under another incarnation, and what it held before seems to be there."""
+    with patch.object(apply, "_lose", lambda *_: None):
+        yield
+
+
+@contextmanager
+def lease_outlives_the_pool() -> Iterator[None]:
+    """A reader is not told that what it leased went with its pool."""
+    with patch.object(Leases, "lost", lambda *_: None):
+        yield
+
+
 PLANTED: dict[str, Planted] = {
     bug.__name__: bug
     for bug in (
@@ -267,5 +281,7 @@ PLANTED: dict[str, Planted] = {
         expiry_waits_for_traffic,
         recency_ignored,
         watermarks_off,
+        locations_survive_their_pool,
+        lease_outlives_the_pool,
     )
 }

@@ -24,6 +24,12 @@ def compare(model: Model, machine: Machine) -> None:
         want = {name: (m.incarnation, bool(m.expired_ms)) for name, m in model.members(kind).items()}
         got = {m.id: (m.incarnation, bool(m.expired_ms)) for m in machine.state.members(kind).values()}
         differ(f"{kind}s", want, got)
+    held = {
+        name: (one.pool.worker, one.pool.incarnation)
+        for name, one in machine.state.storages.items()
+        if one.pool is not None
+    }
+    differ("pools", model.state.pools, held)
 
 
 def differ(what: str, want: object, got: object) -> None:

@@ -40,7 +40,7 @@ class Reads(Facts):
         if command.request_id and asked in self.memory.asked:
             first = self.memory.asked[asked]
             lease = self.memory.leases.get(first.lease)
-            if lease is not None and lease.state == "held":
+            if lease is not None and lease.state == "held" and not lease.lost:
                 self.same_lease(first, reply)
                 self.renew_lease(first.lease, now_ms + command.lease_ms, now_ms, None)
                 return
@@ -274,13 +274,14 @@ class Reads(Facts):
 
     def renew_lease(self, name: str, until_ms: int, now_ms: int, only: set[int] | None) -> None:
         """Prolong what is still held of a lease, or of some of its blocks."""
+        lease = self.memory.leases[name]
         rows = {
             location: (generation, max(deadline, until_ms))
             if deadline > now_ms and (only is None or location in only)
             else (generation, deadline)
-            for location, (generation, deadline) in self.memory.leases[name].rows.items()
+            for location, (generation, deadline) in lease.rows.items()
         }
-        self.memory.leases[name] = Lease(rows)
+        self.memory.leases[name] = lease._replace(rows=rows)
 
     def on_release_leases(self, command: ReleaseLeases, now_ms: int, reply: object) -> None:
         """Releasing is idempotent and touches no other lease."""
@@ -290,7 +291,7 @@ class Reads(Facts):
         for name in command.leases:
             lease = self.memory.leases.get(name)
             if lease is not None and lease.state == "held":
-                self.memory.leases[name] = Lease(lease.rows, "released")
+                self.memory.leases[name] = lease._replace(state="released")
                 outcomes.append(LeaseOutcome.released)
             else:
                 outcomes.append(self.ended_outcome(lease))
@@ -305,10 +306,11 @@ class Reads(Facts):
         return LeaseOutcome.released if lease.state == "released" else LeaseOutcome.expired
 
     def changed(self, name: str, now_ms: int) -> int:
-        """Blocks of an expired lease that are no longer what was leased."""
+        """Blocks of an expired lease that are no longer what was leased, of others what went with its
+        pool."""
         lease = self.memory.leases.get(name)
         if lease is None or lease.state != "expired":
-            return 0
+            return 0 if lease is None else len(lease.lost)
         copies = self.state.copies
         return sum(
             location not in copies or copies[location].generation != generation

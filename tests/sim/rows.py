@@ -119,6 +119,8 @@ class Lease(NamedTuple):
     rows: dict[int, tuple[int, int]]
     """location -> (generation, deadline_ms)"""
     state: str = "held"
+    lost: frozenset[int] = frozenset()
+    """Locations that went with their pool while they were held."""
 
 
 class TaskRow(NamedTuple):
@@ -143,6 +145,10 @@ class State:
         self.switches: dict[tuple[SwitchScope, str], SwitchMode] = {}
         self.engines: dict[str, Member] = {}
         self.workers: dict[str, Member] = {}
+        self.pools: dict[str, tuple[str, str]] = {}
+        """volatile storage -> the worker that holds its bytes, and in which incarnation"""
+        self.spent: dict[str, tuple[str, ...]] = {}
+        """storage -> the incarnations whose pools are gone"""
         self.copies: dict[int, Copy] = {}
         self.generations: dict[int, int] = {}
         self.sessions: dict[int, SessionRow] = {}

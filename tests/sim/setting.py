@@ -73,19 +73,22 @@ class Deployment(NamedTuple):
 class Setting:
     """What a seed decides before anything happens."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, volatile: str = "") -> None:
+        """`volatile`: which of the storages is one, '' for none."""
         self.limits = LIMITS
+        self.volatile = volatile
         if rng.random() < 0.3:
             self.limits = replace(self.limits, evict_batch_max=2, retire_batch_max=2)
         if rng.random() < 0.2:
             self.limits = replace(self.limits, lease_ms_max=500)
         self.storages = [
             PutStorage(
-                storage="s0", kind="posix", options={"root": "/s0"}, capacity_bytes=self.maybe(rng, 80, 400)
-            ),
-            PutStorage(
-                storage="s1", kind="posix", options={"root": "/s1"}, capacity_bytes=self.maybe(rng, 80, 400)
-            ),
+                storage=name,
+                kind=self.kind(name),
+                options={"root": f"/{name}"},
+                capacity_bytes=self.maybe(rng, 80, 400),
+            )
+            for name in ("s0", "s1")
         ]
         self.tenants = [PutTenant(tenant=name, quota=self.quota(rng, 8, 16)) for name in ("t0", "t1")]
         self.groups = [
@@ -103,6 +106,10 @@ class Setting:
     def catalogue(self) -> list[Command]:
         """The commands that register everything."""
         return [*self.tenants, *self.storages, *self.groups, *(each.command for each in self.deployments)]
+
+    def kind(self, storage: str) -> str:
+        """The kind of a storage."""
+        return "shm" if storage == self.volatile else "posix"
 
     @staticmethod
     def maybe(rng: Random, low: int, high: int) -> int | None:

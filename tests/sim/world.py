@@ -6,13 +6,14 @@ whatever the machine says.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any, NamedTuple
 
 from metaservice.core.commands import (
     Command,
     ConfirmTask,
+    Deregister,
     PutGroup,
     PutInstance,
     PutStorage,
@@ -37,6 +38,8 @@ from .setting import Deployment, Setting
 Place = tuple[int, int]
 """(location, generation)"""
 CHECK_EVERY = 20
+VOLATILE_PART = 0.35
+"""Of the histories, so many have a volatile storage."""
 USERS = (StartWrite, PutTenant, PutGroup, PutInstance, PutStorage)
 
 
@@ -50,6 +53,8 @@ class Write(NamedTuple):
     group: str
     places: tuple[Place, ...]
     seq: int
+    pools: Mapping[Place, str]
+    """Of its places in a volatile storage: the pool, as the reply named it."""
 
 
 class Promise(NamedTuple):
@@ -65,10 +70,14 @@ class World(House):
 
     def __init__(self, seed: int) -> None:
         rng = Random(seed)
-        self.setting = Setting(rng)
+        apart = Random(f"volatile {seed}")  # so that the other histories are what they were
+        volatile = apart.choice(("s0", "s1", "s1")) if apart.random() < VOLATILE_PART else ""
+        self.setting = Setting(rng, volatile)
         self.model = Model(self.setting.limits)
-        self.disk: dict[tuple[Place, str], tuple[str, str, bytes, str]] = {}
-        """(place, part) -> (instance, group, key, storage)"""
+        self.disk: dict[tuple[Place, str], tuple[str, str, bytes, str, str]] = {}
+        """(place, part) -> (instance, group, key, storage, pool or '')"""
+        self.dead: set[str] = set()
+        """Incarnations of workers that are gone, and their pools with them, whatever the service knows."""
         self.late_until_ms: dict[Place, int] = {}
         """Until when, in real time, the writer of a place may still be writing."""
         self.promises: list[Promise] = []
@@ -207,6 +216,9 @@ class World(House):
     def put_bytes(self, write: Write, place: Place, part: str) -> bool:
         """An engine writes a part while it may believe that it holds the session. Whether it did."""
         location, generation = place
+        pool = write.pools.get(place, "")
+        if place in write.pools and (pool in self.dead or not self.model.has_pool(pool)):
+            return False  # there is nothing to write to, or nothing that anybody will look into
         copy = self.model.state.copies.get(location)
         mine = copy is not None and copy.generation == generation
         late = self.real_ms < self.late_until_ms.get(place, 0)
@@ -215,9 +227,26 @@ class World(House):
         if copy is None or not mine:
             return False
         if copy.state == LocationState.writing or (late and copy.state == LocationState.deleting):
-            self.disk[place, part] = (copy.instance, copy.group, copy.key, copy.storage)
+            self.disk[place, part] = (copy.instance, copy.group, copy.key, copy.storage, pool)
             return True
         return copy.state == LocationState.serving
+
+    def unreachable(self, write: Write, place: Place) -> bool:
+        """Whether the place is in a pool that is gone, as its writer finds out."""
+        return write.pools.get(place, "") in self.dead or write.pools.get(place) == ""
+
+    def restart(self, member: str) -> str:
+        """The member's process is another one from now on; its new incarnation."""
+        if member.startswith("k"):
+            self.bury(self.incarnations[member][-1])
+        self.incarnations[member].append(self.fresh_name(f"{member}."))
+        return self.incarnations[member][-1]
+
+    def bury(self, incarnation: str) -> None:
+        """That life of a worker is over, and its pools are gone."""
+        self.dead.add(incarnation)
+        for at in [at for at, value in self.disk.items() if value[4] == incarnation]:
+            del self.disk[at]
 
     def drop_bytes(self, places: Iterable[Place]) -> None:
         """A worker deletes bytes."""
@@ -235,7 +264,12 @@ class World(House):
         for located, group in ((reply.located, reply.group), (reply.state, reply.state_group)):
             if located is None:
                 continue
-            for place in zip(located.locations, located.generations, strict=True):
+            rows = zip(located.locations, located.generations, located.storages, strict=True)
+            for location, generation, storage in rows:
+                place = (location, generation)
+                pool = self.machine.state.storage_of[storage].told().get("pool")
+                if pool in self.dead:
+                    continue  # it cannot be opened: a miss
                 places.add(place)
                 for part in deployment.parts(group):
                     found = self.disk.get((place, part))
@@ -250,6 +284,9 @@ class World(House):
     def finish(self) -> None:
         """Everybody is gone: what was promised ends by itself, and nothing is left over."""
         self.flush()
+        if self.setting.volatile and (last := self.model.state.workers.get("k1")) is not None:
+            self.send(Deregister(kind="worker", id="k1", incarnation=last.incarnation))
+            self.bury(last.incarnation)
         for _ in range(4):
             self.now_ms += 9_000
             self.send(Tick())
@@ -285,8 +322,7 @@ class World(House):
 
     def clean_up(self) -> None:
         """A diligent worker deletes all that may be deleted."""
-        name = self.fresh_name("k0.")
-        self.incarnations["k0"].append(name)
+        name = self.restart("k0")
         storages = tuple(self.model.state.storages)
         self.send(RegisterWorker(worker="k0", incarnation=name, storages=storages))
         self.flush()

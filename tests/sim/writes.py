@@ -1,5 +1,7 @@
 """The naive model's writes: start, finish, renew, abort, remove."""
 
+from msgspec.structs import replace
+
 from metaservice.core.commands import Abort, Finish, RenewWrite, StartWrite
 from metaservice.core.model import LocationState, SessionState, SwitchMode, SwitchScope
 from metaservice.core.outcomes import FinishStatus, RefusedReason, WriteOutcome
@@ -36,7 +38,8 @@ class Writes(Choices):
         remembered = (f"{command.engine}/{command.incarnation}", command.request_id)
         first = self.state.answers.get(remembered) or self.memory.answers.get(remembered)
         if command.request_id and first is not None:
-            self.agree("first answer", first, reply)
+            pools = {number: pool if self.has_pool(pool) else "" for number, pool in first.pools.items()}
+            self.agree("first answer", replace(first, pools=pools), reply)
             return
         row = self.instance(command.instance)
         group = self.group(row, command.group)
@@ -214,20 +217,28 @@ class Writes(Choices):
         self.agree("ttl_ms", ttl_ms, reply.ttl_ms)
         row = self.state.instances[command.instance]
         rows: dict[int, tuple[int, str]] = {}
+        pools: dict[int, str] = {}
         for key in (key for key in wanted if key in written):
             location, generation = places[key]
             self.check_new_place(location, generation)
             storage = self.chosen_storage(row, group, reply.storages[keys.index(key)])
+            if self.volatile(storage):
+                pools[reply.storages[keys.index(key)]] = self.state.pools[storage][1]
             self.state.copies[location] = Copy(
                 command.instance, group, key, wanted[key], storage, location, generation,
                 LocationState.writing, number, row.block_bytes(group), (None,) * len(row.parts(group)),
             )  # fmt: skip
             self.state.generations[location] = generation
             rows[location] = (generation, PENDING)
+        self.agree("pools", pools, reply.pools)
         self.state.sessions[number] = SessionRow(
             command.instance, group, command.engine, command.incarnation, ttl_ms, now_ms + ttl_ms,
             SessionState.open, rows,
         )  # fmt: skip
+
+    def has_pool(self, incarnation: str) -> bool:
+        """Whether that incarnation's pool is there."""
+        return any(current == incarnation for _, current in self.state.pools.values())
 
     def check_new_place(self, location: int, generation: int) -> None:
         """A place is never given out twice."""
