@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
 
@@ -93,10 +94,10 @@ class Worker:
                 name: backend for name, backend in storages.items() if not backend.capabilities.volatile
             }
             sweeper = Sweeper(self._service, guard, lasting, self.stats, self._options.safe_age_ms, shards)
-            others = [
-                self._started("worker-sweep", lambda: self._sweep(sweeper)),
-                self._started("worker-pools", lambda: self._keep_pools(registration, guard, storages)),
-            ]
+            others = [self._started("worker-sweep", lambda: self._sweep(sweeper))]
+            if len(lasting) < len(storages):
+                keep = partial(self._keep_pools, registration, guard, storages)
+                others.append(self._started("worker-pools", keep))
             try:
                 self._delete(guard, storages, shards)
             finally:
@@ -110,6 +111,7 @@ class Worker:
                 backend.close()
 
     def _started(self, name: str, work: Callable[[], None]) -> Thread:
+        """A thread of the worker's; when its work ends, so does the worker's."""
         thread = Thread(target=self._guarded, args=(work,), name=name, daemon=True)
         thread.start()
         return thread
@@ -192,7 +194,7 @@ class Worker:
         """See that each owned storage has the pool of the current registration, until the worker ends."""
         backoff = self._backoff()
         owned = [name for name, backend in storages.items() if backend.capabilities.volatile]
-        while owned and not self._over.wait(_LOOK_MS / 1_000):
+        while not self._over.wait(_LOOK_MS / 1_000):
             standing = guard.standing()
             if standing is None:
                 continue
