@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -38,10 +39,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from dataplane.staging import TorchPages
+from engine_adapters.namespace import Namespace
 from engine_adapters.vllm.broker import Broker
-from engine_adapters.vllm.describe import describe
+from engine_adapters.vllm.describe import agreed, describe, hash_holds
 from engine_adapters.vllm.events import Teller
-from engine_adapters.vllm.layout import layout_of
+from engine_adapters.vllm.layout import Layout, layout_of
 from engine_adapters.vllm.mover import Mover
 from engine_adapters.vllm.orders import StepOrders, WorkerReport
 from engine_adapters.vllm.prom import UcmPromMetrics
@@ -67,6 +69,13 @@ class StepMetadata(KVConnectorMetadata):
 
 
 @dataclass
+class Description(KVConnectorHandshakeMetadata):
+    """What a rank says of its cache, once at the engine's start."""
+
+    namespace: Namespace
+
+
+@dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """The workers' reports on their way to the scheduler."""
 
@@ -88,9 +97,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = settings_of(self._kv_transfer_config.kv_connector_extra_config or {})
         self._layout = layout_of(vllm_config, kv_cache_config)
-        if len(self._layout.groups) > 1 and self._settings.load == "sync":
-            # A failed synchronous load is told by block, and vLLM takes that from one-group models only.
-            log.warning("load: sync is for models of one KV cache group; this one loads asynchronously")
+        if self._settings.load == "sync" and (reason := only_async(vllm_config, self._layout)):
+            log.warning("load: sync is not safe here, so blocks are loaded asynchronously: %s", reason)
             self._settings = replace(self._settings, load="async")
         self._side: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -98,27 +106,23 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
             self._begin_scheduler(vllm_config, kv_cache_config)
 
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        settings, layout = self._settings, self._layout
-        self._weights = Weights(settings)
+        layout = self._layout
+        self._settings = replace(self._settings, engine=engine_name(self._settings, vllm_config))
+        self._weights = Weights(self._settings)
         self._namespace = describe(
-            vllm_config, kv_cache_config, settings, weight_version=self._weights.version()
+            vllm_config, kv_cache_config, self._settings, weight_version=self._weights.version()
         )
-        settings = replace(settings, engine=engine_name(settings, vllm_config))
-        self._broker = Broker(settings, self._namespace, layout.parts)
-        self._broker.start()
-        self._broker.wait_ready(settings.start_wait_ms)
-        if self._broker.refused is not None:
-            self._broker.close()
-            raise RuntimeError(f"the metadata service refuses this engine: {self._broker.refused}")
+        self._broker = Broker(self._settings, self._namespace, layout.parts)
+        self._joined = self._hash_checked = False
         events = vllm_config.kv_events_config
         self._teller = Teller(layout.block_size_tokens) if events and events.enable_kv_cache_events else None
-        self._spans = open_spans(settings)
+        self._spans = open_spans(self._settings)
         self._side = SchedulerSide(
-            settings,
+            self._settings,
             Shape(
                 layout.block_size_tokens,
                 tuple(group.kind == "window" for group in layout.groups),
-                vllm_config.parallel_config.tensor_parallel_size,
+                layout.tp,
             ),
             self._broker,
             self._spans,
@@ -126,6 +130,22 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._step_ns = 0
         self._steps_us: list[int] = []
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """All ranks have described their caches: only now is it known what the engine's blocks are, and it
+        joins the service. Called once, before the first request."""
+        told = {}
+        for rank, one in metadata.items():
+            assert isinstance(one, Description)
+            told[rank] = one.namespace
+        self._namespace = agreed(self._namespace, told)
+        self._broker.renew_namespace(self._namespace)
+        self._broker.start()
+        self._broker.wait_ready(self._settings.start_wait_ms)
+        if self._broker.refused is not None:
+            self._broker.close()
+            raise RuntimeError(f"the metadata service refuses this engine: {self._broker.refused}")
+        self._joined = True
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -142,9 +162,20 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """See SchedulerSide.new_request."""
+        if not self._hash_checked:
+            self._check_hash()
         began = time.perf_counter_ns()
         self.side.new_request(request)
         self._step_ns += time.perf_counter_ns() - began
+
+    def _check_hash(self) -> None:
+        """With the first request vLLM's hash is set up: is it the one that was told to the service?"""
+        self._hash_checked = True
+        if not hash_holds(self._namespace):
+            raise RuntimeError(
+                "vLLM names its blocks otherwise than this engine told the service: set PYTHONHASHSEED, or "
+                "--prefix-caching-hash-algo sha256"
+            )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -188,7 +219,20 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata is not None:
             assert isinstance(metadata, WorkerMetadata)
             self.side.report(metadata.report)
+        if connector_output.invalid_block_ids and self._settings.load == "sync":
+            self._forget_locally(connector_output.invalid_block_ids)
         self._step_ns += time.perf_counter_ns() - began
+
+    def _forget_locally(self, invalid: set[int]) -> None:
+        """A synchronous load failed. vLLM has these blocks, and those computed from them in this step, in its
+        own prefix cache already, and leaves them there for those who will compute them again; a request that
+        is aborted or preempted before it does would leave garbage behind."""
+        manager = self._kv_cache_manager
+        assert manager is not None
+        for name in self.side.requests:
+            (blocks,) = manager.get_block_ids(name)
+            first = next((row for row, block in enumerate(blocks) if block in invalid), len(blocks))
+            manager.evict_blocks(set(blocks[first:]))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
@@ -214,7 +258,9 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What this engine stored and serves, for those who follow its KV events."""
-        return () if self._teller is None else self._teller.events(self.side.take_published())
+        if self._teller is None:
+            return ()
+        return self._teller.events(self.side.take_published(), self.side.take_gone())
 
     def reset_cache(self) -> bool:
         """vLLM drops its caches, as after an update of the weights: nothing stored before is used again."""
@@ -222,6 +268,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespace = replace(self._namespace, weight_version=version)
         self._broker.renew_namespace(self._namespace)
         self.side.reset()
+        if self._teller is not None:
+            self._teller.forget()
         return True
 
     # -------------------------------------------------------------------------------- the workers' side
@@ -235,11 +283,21 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's KV memory: from here on pages can be moved."""
         rank = get_tensor_model_parallel_rank()
-        pages = TorchPages(kv_caches, self._layout.layer_groups, self._kv_cache_config.num_blocks)
+        layout = self._layout
+        pages = TorchPages(
+            kv_caches, [group.layers for group in layout.groups], self._kv_cache_config.num_blocks
+        )
         parts = RankParts(
-            rank, self._vllm_config.parallel_config.tensor_parallel_size, self._layout.parts_of(rank)
+            rank,
+            layout.tp,
+            tuple(part.name for part in layout.rank_parts(rank)),
+            tuple(group.kind == "window" for group in layout.groups),
         )
         self._worker = WorkerSide(self._settings, parts, pages, Mover(self._settings))
+
+    def get_handshake_metadata(self) -> Description:
+        """What this rank knows of its cache; the scheduler's process does not see the layers."""
+        return Description(describe(self._vllm_config, self._kv_cache_config, self._settings))
 
     def _orders(self) -> StepOrders:
         metadata = self._get_connector_metadata()
@@ -330,6 +388,22 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
             self._spans.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def only_async(vllm_config: VllmConfig, layout: Layout) -> str:
+    """Why blocks cannot be loaded synchronously here; empty when they can.
+
+    vLLM 0.32 notices a failed synchronous load after the step that used it. With a next step already under
+    way, or with prompts that are computed in slices, it then delivers tokens that were computed from garbage.
+    """
+    scheduler = vllm_config.scheduler_config
+    if len(layout.groups) > 1 or any(group.kind == "window" for group in layout.groups):
+        return "the model has several KV cache groups, or a sliding window"
+    if vllm_config.max_concurrent_batches > 1:
+        return "steps overlap (async_scheduling)"
+    if scheduler.long_prefill_token_threshold > 0:
+        return "long prompts are computed in slices (long_prefill_token_threshold)"
+    return ""
 
 
 def engine_name(settings: Settings, vllm_config: VllmConfig) -> str:

@@ -128,3 +128,4 @@ class Published(Struct, frozen=True):
     parent: bytes | None
     tokens: list[int]
     adapter: tuple[str, str] | None
+    tier: str = ""

@@ -74,6 +74,7 @@ class SchedulerSide:
         self._awaited: list[str] = []
         self._failures: dict[int, int] = {}
         self._published: list[Published] = []
+        self._gone: list[bytes] = []
         self._numbers = 0
         self._counts: dict[str, int] = {}
 
@@ -226,6 +227,8 @@ class SchedulerSide:
         if loaded.bad:
             self._broker.bad(loading.instance, list(loaded.bad))
             self._count("bad_blocks", len(loaded.bad))
+            if self._events and len(self._gone) < PUBLISHED_MAX:
+                self._gone += loaded.bad
         if loading.ranks < self._shape.ranks:
             return
         del self._loading[loaded.ticket]
@@ -353,7 +356,7 @@ class SchedulerSide:
         saving.ended_ns = max(saving.ended_ns, saved.ended_ns)
         self._count("saved_blocks", len(saved.published))
         if saved.published and self._events:
-            self._publish(saving, frozenset(saved.published))
+            self._publish(saving, frozenset(saved.published), saved.tier)
         if saved.dropped:
             self._known.discard(saving.instance, set(saving.keys) - {*saved.published, *saved.present})
             tracked = self._tracked.get(saving.request)
@@ -376,7 +379,7 @@ class SchedulerSide:
             saving.ended_ns,
         )
 
-    def _publish(self, saving: Saving, serving: frozenset[bytes]) -> None:
+    def _publish(self, saving: Saving, serving: frozenset[bytes], tier: str) -> None:
         """Runs of a save that serve, each with its parent and tokens."""
         size = self._shape.block_size_tokens
         row = 0
@@ -392,6 +395,7 @@ class SchedulerSide:
                         saving.keys[row - 1] if row else saving.parent,
                         saving.tokens[row * size : end * size],
                         saving.adapter,
+                        tier,
                     )
                 )
             row = max(end, row + 1)
@@ -400,6 +404,11 @@ class SchedulerSide:
         """What began to serve since the last call; for KV cache events."""
         published, self._published = self._published, []
         return published
+
+    def take_gone(self) -> list[bytes]:
+        """Keys that could not be read and were removed since the last call; for KV cache events."""
+        gone, self._gone = self._gone, []
+        return gone
 
     # --------------------------------------------------------------------------------------- what is told
 
@@ -425,10 +434,12 @@ class SchedulerSide:
         tracked = self._tracked.get(name)
         if tracked is None:
             return
+        tracked.saves.clear()
+        if any(order.request == name for order in self._loads):
+            return  # it was preempted between two steps, and this one has taken it in again
         if tracked.phase is not Phase.loading:
             self._settle(tracked)
         tracked.ticket, tracked.answer, tracked.phase = "", None, Phase.fresh
-        tracked.saves.clear()
         tracked.stored = tracked.local_blocks = 0
         self._count("preemptions")
 
@@ -438,8 +449,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
-        loading = tracked.phase is Phase.loading
-        if not loading:
+        if tracked.phase is not Phase.loading:
             self._settle(tracked)
         asked = self._loadable(request)
         self._spans.close(request.request_id, "ucm.compute", {}, tracked.computed_ns, time.time_ns())
@@ -453,10 +463,18 @@ class SchedulerSide:
                 "sparse_algo": "none",
             },
         )
-        if tracked.saves and not loading:
+        # A request that waits for an asynchronous load has no saves: vLLM holds its blocks till the load
+        # ends, and would take a second report for one about a request that it no longer knows.
+        waits = tracked.phase is Phase.loading and self._settings.load == "async"
+        if tracked.saves and not waits:
             self._awaited.append(request.request_id)
             return True
         return False
+
+    @property
+    def requests(self) -> Collection[str]:
+        """The requests that have not ended."""
+        return self._tracked.keys()
 
     def reset(self) -> None:
         """The caches were reset: what was known to be stored is not any more."""

@@ -27,7 +27,6 @@ ENGINE_BRINGS = {
     "engine_adapters/vllm/connector.py": ["torch", "vllm"],
     "engine_adapters/vllm/describe.py": ["torch", "vllm"],
     "engine_adapters/vllm/events.py": ["vllm"],
-    "engine_adapters/vllm/layout.py": ["vllm"],
     "engine_adapters/vllm/prom.py": ["prometheus-client", "vllm"],
     "engine_adapters/vllm/spans.py": ["opentelemetry-api"],
     "engine_adapters/vllm/stats.py": ["vllm"],
