@@ -21,8 +21,13 @@ def read(paths: Iterable[Path]) -> Iterator[PageEntry]:
     for path in paths:
         if path.exists():
             *lines, _ = path.read_bytes().split(b"\n")
-            for line in lines:
-                yield msgspec.json.decode(line, type=PageEntry)
+            yield from parsed(lines)
+
+
+def parsed(lines: Iterable[bytes]) -> Iterator[PageEntry]:
+    """Whole lines as entries."""
+    for line in lines:
+        yield msgspec.json.decode(line, type=PageEntry)
 
 
 def judge(entries: Iterable[PageEntry], killed: Collection[str] = ()) -> Found:

@@ -127,7 +127,8 @@ class Fleet:
         tick: Tick | None = None,
         at_s: Mapping[float, Callable[[], None]] | None = None,
     ) -> list[Row]:
-        """Have all requests answered, by these engines or any; the rows of this call.
+        """Have all requests answered, by these engines; by any when none is named, or all of them are gone.
+        Returns the rows of this call.
 
         `every_s`: not faster than one so often. `until_s`: requests go out for so long, then no more.
         `tick` is called again and again meanwhile, `at_s` has what to do after so many seconds. Raises
@@ -177,14 +178,13 @@ class Fleet:
 
     def _free(self, names: Sequence[str], in_flight: int) -> str:
         """The engine with least to do that can take a request; empty: none can."""
-        busy = dict.fromkeys(names or self.engines, 0)
+        wanted = [name for name in names if name in self.engines]
+        busy = dict.fromkeys(wanted or self.engines, 0)
         for flying in self._flying.values():
             if flying.engine in busy:
                 busy[flying.engine] += 1
         able = [
-            (count, name)
-            for name, count in busy.items()
-            if name in self.engines and self.engines[name].ready and count < in_flight
+            (count, name) for name, count in busy.items() if self.engines[name].ready and count < in_flight
         ]
         return min(able)[1] if able else ""
 
