@@ -203,7 +203,7 @@ def test_slices_of_a_storage_count_what_is_gone_as_free() -> None:
 
     def fill(shard: int) -> int:
         written = 0
-        for _ in range(12):
+        for _ in range(30):
             hosts.rest(1)
             written += hosts.put(shard, 5)
         return written
