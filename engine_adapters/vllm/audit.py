@@ -15,8 +15,8 @@ log = logging.getLogger("ucm.vllm")
 AUDIT_SIZE_BYTES_MAX = 1 << 30
 
 What = Literal["copied", "written", "published", "loaded"]
-"""`copied` out of the engine's memory; `written` to its place, where it may serve from then on; `published`: the
-block serves since this rank's finish; `loaded` into the engine's memory."""
+"""`copied` out of the engine's memory; `written` to its place, where it may serve from then on; `published`:
+the block serves since this rank's finish; `loaded` into the engine's memory."""
 
 
 class PageEntry(msgspec.Struct, frozen=True):

@@ -181,6 +181,7 @@ class Loader:
         """Give up everything; bounded."""
         with self._changed:
             self._stopping = True
+            self._changed.notify_all()
         for load in list(self._open.values()):
             self._end(load, STOPPED)
         until_s = time.monotonic() + _STOP_WAIT_S

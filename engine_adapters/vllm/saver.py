@@ -227,8 +227,8 @@ class Saver:
         return True
 
     def _in_the_way(self, batch: Batch) -> bool:
-        """Whether this batch must not wait for buffers now."""
-        return self._stopping.is_set() or self._hurried or bool(self._urgent and not batch.urgent)
+        """Whether this batch must not wait for buffers now: a step waits for it, or for another behind it."""
+        return self._stopping.is_set() or (self._hurried if batch.urgent else bool(self._urgent))
 
     def _copy_row(self, row: Row, pages: list[memoryview]) -> str:
         """Why it could not be copied; empty when it was."""

@@ -36,7 +36,7 @@ class Save:
 
     __slots__ = (
         "began_ns", "cancelled", "dropped", "left", "lock", "order", "present", "published", "reason",
-        "size_bytes", "uncopied",
+        "size_bytes", "tier", "uncopied",
     )  # fmt: skip
 
     def __init__(self, order: SaveOrder, rows: int) -> None:
@@ -45,11 +45,12 @@ class Save:
         self.cancelled = ""
         self.uncopied = rows
         self.left = rows
-        self.published: list[bytes] = []
-        self.present: list[bytes] = []
+        self.published: set[bytes] = set()
+        self.present: set[bytes] = set()
         self.dropped = 0
         self.size_bytes = 0
         self.reason = ""
+        self.tier = ""
         self.began_ns = time.time_ns()
 
     def cancel(self, reason: str) -> None:
@@ -59,8 +60,8 @@ class Save:
 
 
 class Row:
-    """One block of a save, the `number`th. `pages` once it was copied: a buffer for each KV cache group; `over`
-    once the ledger knows what became of it."""
+    """One block of a save, the `number`th. `pages` once it was copied: a buffer for each KV cache group;
+    `over` once the ledger knows what became of it."""
 
     __slots__ = ("blocks", "key", "number", "over", "pages", "parent", "save")
 
@@ -155,26 +156,21 @@ class Ledger:
             if not others:
                 del self._uncopied[save.order.request]
 
-    def published(self, row: Row, size_bytes: int) -> None:
-        """Its block serves since our finish."""
+    def written(self, row: Row, size_bytes: int, tier: str, *, serves: bool) -> None:
+        """Our parts of it are in; the block serves, unless other ranks' parts are still to come."""
         with self._lock:
             if self._over(row):
-                row.save.published.append(row.key)
+                if serves:
+                    row.save.published.add(row.key)
                 row.save.size_bytes += size_bytes
-                self._end_of(row.save)
-
-    def pending(self, row: Row, size_bytes: int) -> None:
-        """Our parts are in; the block serves once other ranks' are."""
-        with self._lock:
-            if self._over(row):
-                row.save.size_bytes += size_bytes
+                row.save.tier = row.save.tier or tier
                 self._end_of(row.save)
 
     def present(self, row: Row) -> None:
         """Others had stored it."""
         with self._lock:
             if self._over(row):
-                row.save.present.append(row.key)
+                row.save.present.add(row.key)
                 self._end_of(row.save)
 
     def dropped(self, row: Row, reason: str) -> None:
@@ -200,13 +196,14 @@ class Ledger:
             Saved(
                 save.order.save,
                 save.order.request,
-                published=tuple(save.published),
-                present=tuple(save.present),
+                published=tuple(filter(save.published.__contains__, save.order.keys)),
+                present=tuple(filter(save.present.__contains__, save.order.keys)),
                 dropped=save.dropped,
                 size_bytes=save.size_bytes,
                 reason=save.reason,
                 began_ns=save.began_ns,
                 ended_ns=time.time_ns(),
+                tier=save.tier,
             )
         )
 

@@ -224,14 +224,15 @@ class Writer:
         for (index, row), status in zip(places.items(), finished.status, strict=True):
             if index not in checksums:
                 self._drop([row], saves.STOPPED if self._stopping.is_set() else saves.WRITE_FAILED)
-            elif status == FinishStatus.serving:
-                self._ledger.published(row, size_bytes)
-                self._note_published(started, index, row, checksums[index])
-            elif status == FinishStatus.pending:
-                self._counts.add("pending_blocks")
-                self._ledger.pending(row, size_bytes)
-            else:
+            elif status not in (FinishStatus.serving, FinishStatus.pending):
                 self._drop([row], saves.REMOVED)
+            else:
+                serves = status == FinishStatus.serving
+                tier = started.storage_table[started.storages[index]].kind
+                self._ledger.written(row, size_bytes, tier, serves=serves)
+                self._counts.add("pending_blocks", not serves)
+                if serves:
+                    self._note_published(started, index, row, checksums[index])
 
     def _finished(
         self, batch: Batch, started: WriteResult, rows: list[int], checksums: dict[int, list[int]]
