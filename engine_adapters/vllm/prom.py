@@ -4,51 +4,61 @@ The names are for dashboards: they stay. They begin as vLLM's do because it clea
 registers them again, when a process makes a second engine. `docs/engines/vllm-metrics.md` lists them.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
+from engine_adapters.vllm.worker import COUNTERS as WORKERS
+
 PREFIX = "vllm:ucm_"
 
-COUNTERS: dict[str, tuple[str, str]] = {
-    "requests": ("requests", "Requests that reached the connector"),
-    "lookups": ("lookups", "Lookups sent to the service, one a request, and one more after a preemption"),
-    "lookups_late": ("lookups_late", "Lookups not answered in time: the request went on as a miss"),
-    "asked_blocks": ("asked_blocks", "Blocks that answered lookups asked for"),
-    "found_blocks": ("found_blocks", "Blocks that the service named"),
-    "loads": ("loads", "Loads that ended, whole or not"),
-    "loaded_blocks": ("loaded_blocks", "Blocks in the engine's memory by a load, on every rank"),
-    "loaded_tokens": ("loaded_tokens", "Tokens of these blocks"),
-    "loaded_bytes": ("loaded_bytes", "Bytes loaded, of all ranks"),
-    "load_us": ("load_seconds", "Seconds from a load's beginning to its end, added up"),
-    "failed_blocks": ("failed_blocks", "Blocks that were to be loaded and were not"),
-    "bad_blocks": ("bad_blocks", "Blocks whose bytes were refused for good"),
-    "save_orders": ("save_orders", "Saves that the scheduler decided on"),
-    "save_blocks": ("save_blocks", "Blocks of these saves"),
-    "saves": ("saves", "Saves that ended"),
-    "saved_blocks": ("saved_blocks", "Blocks stored by this engine that serve"),
-    "saved_bytes": ("saved_bytes", "Bytes stored, of all ranks"),
-    "present_blocks": ("present_blocks", "Blocks that were to be saved and had been stored by others"),
-    "dropped_blocks": ("dropped_blocks", "Blocks that were to be saved and were not"),
-    "preemptions": ("preemptions", "Preempted requests that the connector knew"),
+COUNTERS = {
+    "requests": "requests that reached the connector",
+    "lookups": "requests' lookups: one a request, and one more after a preemption or a load that failed",
+    "lookups_late": "of these, those not answered in time: the request went on as a miss",
+    "asked_blocks": "blocks that answered lookups asked for",
+    "found_blocks": "blocks that the service named",
+    "loads": "loads that ended, whole or not",
+    "loaded_blocks": "blocks brought into the engine's memory, on every rank",
+    "loaded_tokens": "tokens of these",
+    "loaded_bytes": "bytes of these, of all ranks",
+    "load_us": "time from a load's beginning to its end",
+    "load_failures_*": "loads that were not whole, by reason of the first missing block",
+    "failed_blocks": "blocks that were to be loaded and were not",
+    "bad_blocks": "blocks whose bytes were refused for good",
+    "save_orders": "saves that the scheduler decided on",
+    "save_blocks": "blocks of these",
+    "saves": "saves that ended",
+    "saved_blocks": "blocks stored by this engine that serve",
+    "saved_bytes": "bytes stored, of all ranks",
+    "present_blocks": "blocks that were to be saved and had been stored by others",
+    "dropped_blocks": "blocks that were to be saved and were not",
+    "save_drops_*": "these, by reason",
+    "preemptions": "preempted requests",
+    "lookup_calls": "lookups sent to the service",
+    "lookup_us": "time that they took",
+    "lookup_failures_*": "lookups that failed, by reason",
+    "late_answers": "answers that nobody waited for any more",
+    "unreachable_blocks": "blocks named whose storage cannot be opened here",
+    "leases": "read leases taken",
+    "leases_released": "read leases given back",
+    "leases_ran_out": "read leases that ended by their deadline",
+    "removed_blocks": "blocks removed from the service because they could not be read",
+    "removals_left": "blocks not removed, to keep to the limit of removals",
+    "registrations": "registrations of this engine",
+    "registrations_lost": "registrations that the service no longer knew",
+    "switch_changes": "changes of the switch heard of",
+    **{name: text for name, text in WORKERS.items() if not name.endswith("_max")},
 }
-"""What is counted -> name of the metric, without prefix and `_total`, and what it says."""
+"""What the scheduler's side, the broker and the workers count. Of a name that ends in `_*` the `*` is told as
+the label `reason`; largest values (`_max`) are for the log only."""
 
-REASONS: dict[str, tuple[str, str]] = {
-    "lookup_failures_": ("lookup_failures", "Lookups that failed, by reason"),
-    "load_failures_": ("load_failures", "Loads that were not whole, by reason of the first missing block"),
-    "save_drops_": ("save_drops", "Blocks that were not saved, by reason"),
-    "write_failures_": ("write_failures", "Pages that a storage did not take, by outcome"),
-    "refused_": ("refused_writes", "Blocks that the service did not let this engine write, by reason"),
-}
-"""How a count's name begins -> the metric, with what follows in the label `reason`."""
-
+STEPS = "what the connector adds to the scheduler's thread, each step"
 STEP_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 300e-6, 500e-6, 750e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
-SCALES = {"_us": 1e-6, "_ms": 1e-3}
-"""Durations are counted in whole units and told in seconds."""
+US = 1e-6
+"""Durations are counted in µs and told in seconds."""
 LABELS_MAX = 64
 """More reasons of one metric than this are told as `other`."""
 
@@ -65,22 +75,23 @@ class UcmPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self._counters = {
-            count: counter(name=PREFIX + name, documentation=text, labelnames=labelnames)
-            for count, (name, text) in COUNTERS.items()
-        }
-        self._by_reason = {
-            prefix: counter(name=PREFIX + name, documentation=text, labelnames=[*labelnames, "reason"])
-            for prefix, (name, text) in REASONS.items()
-        }
+        self._counters: dict[str, Any] = {}
+        self._by_reason: dict[str, Any] = {}
+        for name, text in COUNTERS.items():
+            if name.endswith("_*"):
+                self._by_reason[name[:-1]] = counter(
+                    name=metric(name), documentation=text, labelnames=[*labelnames, "reason"]
+                )
+            else:
+                self._counters[name] = counter(name=metric(name), documentation=text, labelnames=labelnames)
         self._others = counter(
             name=PREFIX + "events",
-            documentation="What else the connector counted, by name; durations in seconds",
+            documentation="what else was counted, by name",
             labelnames=[*labelnames, "event"],
         )
         self._steps = histogram(
             name=PREFIX + "step_seconds",
-            documentation="What the connector adds to the scheduler's thread, each step",
+            documentation=STEPS,
             buckets=STEP_BUCKETS_S,
             labelnames=labelnames,
         )
@@ -96,9 +107,9 @@ class UcmPromMetrics(KVConnectorPromMetrics):
             if name == "step_us" and isinstance(value, list):
                 steps = self._steps.labels(*labels)
                 for sample in value:
-                    steps.observe(sample * SCALES["_us"])
+                    steps.observe(sample * US)
             elif isinstance(value, int | float) and value >= 0 and not name.endswith("_max"):
-                self._add(name, value * SCALES.get(name[-3:], 1), labels)
+                self._add(name, value * US if name.endswith("_us") else value, labels)
 
     def _add(self, name: str, value: float, labels: list[object]) -> None:
         if name in self._counters:
@@ -119,11 +130,16 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         return label
 
 
-def table() -> Mapping[str, str]:
+def metric(count: str) -> str:
+    """The name of a count's metric, without the `_total` that Prometheus puts behind it."""
+    name = count.removesuffix("_*")
+    return PREFIX + (f"{name[:-3]}_seconds" if name.endswith("_us") else name)
+
+
+def table() -> dict[str, str]:
     """Every metric with what it says, in the order of the documentation."""
-    totals = [*COUNTERS.values(), *REASONS.values()]
     return {
-        **{f"{PREFIX}{name}_total": text for name, text in totals},
-        f"{PREFIX}events_total": "What else was counted, by `event`",
-        f"{PREFIX}step_seconds": "Histogram: what the connector adds to the scheduler's thread, each step",
+        **{f"{metric(count)}_total": text for count, text in COUNTERS.items()},
+        f"{PREFIX}events_total": "what else was counted, by `event`",
+        f"{PREFIX}step_seconds": f"histogram: {STEPS}",
     }

@@ -1,5 +1,6 @@
 """Counts on their way through vLLM's own classes to its log and its /metrics."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,21 +86,24 @@ def test_counts_survive_the_message_to_the_process_that_tells_them() -> None:
 
 def test_every_count_is_in_the_metrics_under_its_name_with_vllms_labels() -> None:
     told = metrics(engines=2)
-    told.observe(dict.fromkeys(prom.COUNTERS, 2000), 1)
-    for name, (metric, _) in prom.COUNTERS.items():
+    counts = [name for name in prom.COUNTERS if not name.endswith("_*")]
+    told.observe(dict.fromkeys(counts, 2_000), 1)
+    for name in counts:
         want = 0.002 if name.endswith("_us") else 2_000
-        assert sample(f"vllm:ucm_{metric}_total", 1) == pytest.approx(want), name
-        assert not sample(f"vllm:ucm_{metric}_total", 0)
+        assert sample(f"{prom.metric(name)}_total", 1) == pytest.approx(want), name
+        assert not sample(f"{prom.metric(name)}_total", 0)
+    assert sample("vllm:ucm_loaded_blocks_total", 1) == 2_000
+    assert sample("vllm:ucm_load_seconds_total", 1) == 0.002
 
 
 def test_reasons_and_what_has_no_metric_of_its_own_are_labels() -> None:
     told = metrics()
-    told.observe({"load_failures_corrupt": 2, "refused_no_storage": 3, "sessions": 4, "write_us": 2_500_000})
+    told.observe({"load_failures_corrupt": 2, "refused_no_storage": 3, "unheard": 4, "unheard_us": 2_500_000})
     told.observe({"load_failures_corrupt": 1})
     assert sample("vllm:ucm_load_failures_total", reason="corrupt") == 3
-    assert sample("vllm:ucm_refused_writes_total", reason="no_storage") == 3
-    assert sample("vllm:ucm_events_total", event="sessions") == 4
-    assert sample("vllm:ucm_events_total", event="write_us") == 2.5
+    assert sample("vllm:ucm_refused_total", reason="no_storage") == 3
+    assert sample("vllm:ucm_events_total", event="unheard") == 4
+    assert sample("vllm:ucm_events_total", event="unheard_us") == 2.5
 
 
 def test_labels_are_bounded() -> None:
@@ -146,3 +150,16 @@ def test_the_documentation_lists_the_metrics_that_exist() -> None:
     listed = [line.split("`")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `vllm:ucm_")]
     assert listed == list(prom.table())
     assert exist - {name for name in exist if name.endswith("_created")} == set(listed)
+
+
+def test_everything_that_is_counted_anywhere_has_a_metric() -> None:
+    """Every literal name that a module of the connector counts under."""
+    pattern = re.compile(r"(?:_count|counts\.add)\(\s*f?\"([a-z_]+)(\{)?")
+    found = {
+        name + "*" * bool(open_ended)
+        for path in Path(prom.__file__).parent.glob("*.py")
+        for name, open_ended in pattern.findall(path.read_text())
+    }
+    families = tuple(name[:-1] for name in prom.COUNTERS if name.endswith("_*"))
+    assert len(found) > 30
+    assert not {name for name in found - set(prom.COUNTERS) if not name.startswith(families)}
