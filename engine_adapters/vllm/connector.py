@@ -260,7 +260,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """What this engine stored and serves, for those who follow its KV events."""
         if self._teller is None:
             return ()
-        return self._teller.events(self.side.take_published(), self.side.take_gone())
+        outcomes = self.side.outcomes
+        return self._teller.events(outcomes.take_published(), outcomes.take_gone())
 
     def reset_cache(self) -> bool:
         """vLLM drops its caches, as after an update of the weights: nothing stored before is used again."""
@@ -356,7 +357,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call, on this side."""
         if self._side is not None:
             steps_us, self._steps_us = self._steps_us, []
-            counts: dict[str, Any] = {**self._side.counters(), **self._broker.counters()}
+            counts: dict[str, Any] = {**self._broker.counters(), **self._side.counters()}
             if steps_us:
                 counts["step_us"] = steps_us
         elif self._worker is not None:

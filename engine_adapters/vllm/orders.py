@@ -89,8 +89,8 @@ class Loaded(Struct, frozen=True):
 
 class Saved(Struct, frozen=True):
     """One save is over on one rank. `published` are the keys that began to serve by this rank's finish,
-    `present` those that had been stored by others; `dropped` blocks came to nothing, for `reason`. `tier` is the
-    kind of storage of the first block that was written."""
+    `present` those that had been stored by others; `dropped` blocks came to nothing, for `reason`. `tier` is
+    the kind of storage of the first block that was written."""
 
     save: str
     request: str

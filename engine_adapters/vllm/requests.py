@@ -38,6 +38,13 @@ class EngineRequest(Protocol):
         """None, or something with `lora_name` and `lora_path`."""
 
     @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def mm_features(self) -> Sequence[Any]:
+        """Images and the like among the tokens."""
+
+    @property
     def trace_headers(self) -> Mapping[str, str] | None: ...
 
 
@@ -61,11 +68,11 @@ class Tracked:
     """One request of the engine."""
 
     __slots__ = (
-        "adapter", "answer", "asked_ns", "began_ns", "computed_ns", "hit_blocks", "instance", "local_blocks",
-        "lookups", "phase", "request", "saves", "stored", "ticket", "tier", "traceparent",
+        "adapter", "answer", "asked_ns", "computed_ns", "hit_blocks", "instance", "local_blocks", "lookups",
+        "phase", "request", "saves", "stored", "ticket", "tier", "traceparent",
     )  # fmt: skip
 
-    def __init__(self, request: EngineRequest, began_ns: int) -> None:
+    def __init__(self, request: EngineRequest, traceparent: str) -> None:
         lora = request.lora_request
         self.request = request
         self.adapter: tuple[str, str] | None = None if lora is None else (lora.lora_name, lora.lora_path)
@@ -75,6 +82,7 @@ class Tracked:
         self.lookups = 0
         self.answer: Answer | None = None
         self.asked_ns = 0
+        """When the scheduler first had to be told to ask again."""
         self.local_blocks = 0
         self.stored = 0
         """Blocks from the first on that need no saving: they were hits, or have been ordered to be saved."""
@@ -82,8 +90,7 @@ class Tracked:
         """Saves whose pages may not be copied yet on every rank."""
         self.hit_blocks = 0
         self.tier = ""
-        self.traceparent = ""
-        self.began_ns = began_ns
+        self.traceparent = traceparent
         self.computed_ns = 0
 
 
@@ -97,7 +104,7 @@ class Loading(Struct):
     blocks: int = 0
     size_bytes: int = 0
     reason: str = ""
-    tier: str = ""
+    traceparent: str = ""
     began_ns: int = 0
     ended_ns: int = 0
 
@@ -112,6 +119,7 @@ class Saving(Struct):
     parent: bytes | None
     tokens: list[int]
     adapter: tuple[str, str] | None
+    traceparent: str = ""
     copied: int = 0
     ranks: int = 0
     size_bytes: int = 0

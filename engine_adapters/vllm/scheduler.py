@@ -9,30 +9,20 @@ is loaded.
 import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
-from typing import Any
 
 from msgspec import Struct
 
 from engine_adapters.vllm.broker import Answer, Broker
 from engine_adapters.vllm.known import KnownKeys
-from engine_adapters.vllm.orders import (
-    NO_BLOCK,
-    Loaded,
-    LoadOrder,
-    Saved,
-    SaveOrder,
-    StepOrders,
-    WorkerReport,
-)
-from engine_adapters.vllm.requests import EngineRequest, Loading, Phase, Published, Saving, Tracked
+from engine_adapters.vllm.orders import NO_BLOCK, Loaded, LoadOrder, SaveOrder, StepOrders, WorkerReport
+from engine_adapters.vllm.outcomes import TAINTED, Outcomes
+from engine_adapters.vllm.requests import EngineRequest, Loading, Phase, Saving, Tracked
 from engine_adapters.vllm.settings import Settings
 from engine_adapters.vllm.spans import Spans
 from metaservice.client import LookupResult, Places
 
 NULL_BLOCK = 0
 """vLLM's block that stands for none, outside a sliding window."""
-TAINTED = "tainted"
-PUBLISHED_MAX = 4_096
 _NS_PER_MS = 1_000_000
 
 
@@ -67,16 +57,13 @@ class SchedulerSide:
         self._spans = spans
         self._events = events
         self._tracked: dict[str, Tracked] = {}
-        self._loading: dict[str, Loading] = {}
-        self._saving: dict[str, Saving] = {}
         self._known = KnownKeys()
+        self.outcomes = Outcomes(shape.block_size_tokens, shape.ranks, broker, spans, self._known, events)
         self._loads: list[LoadOrder] = []
         self._awaited: list[str] = []
         self._failures: dict[int, int] = {}
-        self._published: list[Published] = []
-        self._gone: list[bytes] = []
         self._numbers = 0
-        self._counts: dict[str, int] = {}
+        self._count = self.outcomes.counts.add
 
     # ------------------------------------------------------------------------------------------- lookups
 
@@ -85,8 +72,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return
-        tracked = self._tracked[request.request_id] = Tracked(request, time.time_ns())
-        tracked.traceparent = self._spans.begin(request.request_id, request.num_tokens, request.trace_headers)
+        traceparent = self._spans.begin(request.request_id, request.num_tokens, request.trace_headers)
+        tracked = self._tracked[request.request_id] = Tracked(request, traceparent)
         self._count("requests")
         self._begin(tracked)
 
@@ -133,8 +120,8 @@ class SchedulerSide:
         tracked.ticket = f"{tracked.request.request_id}#{tracked.lookups}"
         tracked.phase = Phase.asked
         keys = list(tracked.request.block_hashes[: self._loadable(tracked.request)])
-        traceparent = self._spans.open(tracked.request.request_id, "ucm.lookup")
-        self._broker.ask(tracked.ticket, instance, keys, traceparent)
+        tracked.traceparent = self._spans.open(tracked.request.request_id, "ucm.lookup")
+        self._broker.ask(tracked.ticket, instance, keys, tracked.traceparent)
         self._count("lookups")
 
     def _heard(self, tracked: Tracked) -> bool:
@@ -162,6 +149,7 @@ class SchedulerSide:
             {"ucm.hits": answer.hits, "ucm.cut": answer.cut, "ucm.failure": answer.failure or ""},
             answer.began_ns,
             answer.ended_ns,
+            tracked.traceparent,
         )
         self._count("asked_blocks", self._loadable(tracked.request))
         self._count("found_blocks", answer.hits)
@@ -199,6 +187,7 @@ class SchedulerSide:
             tuple(NO_BLOCK if block == NULL_BLOCK else block for block in column[first : first + rows])
             for column in blocks
         )
+        traceparent = self._spans.open(request.request_id, "ucm.load")
         self._loads.append(
             LoadOrder(
                 request.request_id,
@@ -206,55 +195,13 @@ class SchedulerSide:
                 rows_of(tracked.answer.found, first, first + rows),
                 columns,
                 self._settings.load == "sync",
-                self._spans.open(request.request_id, "ucm.load"),
+                traceparent,
             )
         )
-        self._loading[tracked.ticket] = Loading(
-            request.request_id, tracked.instance, rows, blocks=rows, tier=tracked.answer.tier
+        self.outcomes.loads[tracked.ticket] = Loading(
+            request.request_id, tracked.instance, rows, blocks=rows, traceparent=traceparent
         )
         tracked.answer, tracked.phase = None, Phase.loading
-
-    def _loaded(self, loaded: Loaded) -> None:
-        loading = self._loading.get(loaded.ticket)
-        if loading is None:
-            return
-        loading.ranks += 1
-        loading.blocks = min(loading.blocks, loaded.blocks)
-        loading.size_bytes += loaded.size_bytes
-        loading.reason = loading.reason or loaded.reason
-        loading.began_ns = min(loading.began_ns or loaded.began_ns, loaded.began_ns)
-        loading.ended_ns = max(loading.ended_ns, loaded.ended_ns)
-        if loaded.bad:
-            self._broker.bad(loading.instance, list(loaded.bad))
-            self._count("bad_blocks", len(loaded.bad))
-            if self._events and len(self._gone) < PUBLISHED_MAX:
-                self._gone += loaded.bad
-        if loading.ranks < self._shape.ranks:
-            return
-        del self._loading[loaded.ticket]
-        self._broker.release(loaded.ticket)
-        self._count("loads")
-        self._count("loaded_blocks", loading.blocks)
-        self._count("loaded_bytes", loading.size_bytes)
-        self._count("loaded_tokens", loading.blocks * self._shape.block_size_tokens)
-        self._count("load_us", max(0, loading.ended_ns - loading.began_ns) // 1_000)
-        if loading.blocks < loading.asked:
-            self._count("failed_blocks", loading.asked - loading.blocks)
-            self._count(f"load_failures_{loading.reason or 'unknown'}")
-        tracked = self._tracked.get(loading.request)
-        if tracked is not None and tracked.ticket == loaded.ticket:
-            tracked.ticket, tracked.phase = "", Phase.settled
-            tracked.hit_blocks = loading.blocks
-            if loading.blocks < loading.asked:
-                # What could not be read has to be stored again, by us as likely as by anybody.
-                tracked.stored = min(tracked.stored, tracked.local_blocks + loading.blocks)
-        self._spans.close(
-            loading.request,
-            "ucm.load",
-            {"ucm.blocks": loading.blocks, "ucm.bytes": loading.size_bytes, "ucm.failure": loading.reason},
-            loading.began_ns,
-            loading.ended_ns,
-        )
 
     def tier(self, request: str) -> str:
         """The kind of storage that a request's load comes from; empty without one."""
@@ -297,8 +244,8 @@ class SchedulerSide:
         if full <= tracked.stored:
             return None
         instance = tracked.instance or self._broker.instance_of(tracked.adapter) or ""
-        if instance != self._broker.instance_of(tracked.adapter):
-            return None  # of weights that are no longer the engine's
+        if not instance or instance != self._broker.instance_of(tracked.adapter):
+            return None  # no cache for its adapter, or one of weights that are no longer the engine's
         now_ns = time.monotonic_ns()
         start, tracked.stored = tracked.stored, full
         start += self._known.leading(instance, request.block_hashes[start:full], now_ns)
@@ -326,17 +273,29 @@ class SchedulerSide:
             any(self._shape.windows),
             self._spans.open(request.request_id, "ucm.dump"),
         )
-        size = self._shape.block_size_tokens
-        self._saving[order.save] = Saving(
-            request.request_id, instance, start, keys, parent,
-            list(request.all_token_ids[start * size : (start + rows) * size]) if self._events else [],
+        self.outcomes.saves[order.save] = Saving(
+            request.request_id,
+            instance,
+            start,
+            keys,
+            parent,
+            self._told_tokens(request, start, start + rows),
             tracked.adapter,
-        )  # fmt: skip
+            order.traceparent,
+        )
         tracked.saves.add(order.save)
         self._known.add(instance, keys, now_ns)
         self._count("save_orders")
         self._count("save_blocks", rows)
         return order
+
+    def _told_tokens(self, request: EngineRequest, start: int, end: int) -> list[int]:
+        """The tokens of blocks for events; none where tokens alone do not say what a block is: whoever hashes
+        them would take it for that of another tenant, or of another image."""
+        if not self._events or request.cache_salt or request.mm_features:
+            return []
+        size = self._shape.block_size_tokens
+        return list(request.all_token_ids[start * size : end * size])
 
     def _computed(self, name: str) -> None:
         """For the spans: when a request's own computing began, and when its prompt was through."""
@@ -345,89 +304,36 @@ class SchedulerSide:
             tracked.computed_ns = time.time_ns()
             self._spans.open(name, "ucm.compute")
 
-    def _saved(self, saved: Saved) -> None:
-        saving = self._saving.get(saved.save)
-        if saving is None:
-            return
-        saving.ranks += 1
-        saving.size_bytes += saved.size_bytes
-        saving.reason = saving.reason or saved.reason
-        saving.began_ns = min(saving.began_ns or saved.began_ns, saved.began_ns)
-        saving.ended_ns = max(saving.ended_ns, saved.ended_ns)
-        self._count("saved_blocks", len(saved.published))
-        if saved.published and self._events:
-            self._publish(saving, frozenset(saved.published), saved.tier)
-        if saved.dropped:
-            self._known.discard(saving.instance, set(saving.keys) - {*saved.published, *saved.present})
-            tracked = self._tracked.get(saving.request)
-            if saved.reason == TAINTED and tracked is not None:
-                tracked.stored = min(tracked.stored, saving.start)
-        if saving.ranks < self._shape.ranks:
-            return
-        del self._saving[saved.save]
-        self._count("saves")
-        self._count("saved_bytes", saving.size_bytes)
-        self._count("present_blocks", len(saved.present))
-        self._count("dropped_blocks", saved.dropped)
-        if saved.dropped:
-            self._count(f"save_drops_{saving.reason or 'unknown'}", saved.dropped)
-        self._spans.close(
-            saving.request,
-            "ucm.dump",
-            {"ucm.blocks": len(saving.keys), "ucm.bytes": saving.size_bytes, "ucm.failure": saving.reason},
-            saving.began_ns,
-            saving.ended_ns,
-        )
-
-    def _publish(self, saving: Saving, serving: frozenset[bytes], tier: str) -> None:
-        """Runs of a save that serve, each with its parent and tokens."""
-        size = self._shape.block_size_tokens
-        row = 0
-        while row < len(saving.keys):
-            end = row
-            while end < len(saving.keys) and saving.keys[end] in serving:
-                end += 1
-            if end > row and len(self._published) < PUBLISHED_MAX:
-                self._published.append(
-                    Published(
-                        saving.instance,
-                        saving.keys[row:end],
-                        saving.keys[row - 1] if row else saving.parent,
-                        saving.tokens[row * size : end * size],
-                        saving.adapter,
-                        tier,
-                    )
-                )
-            row = max(end, row + 1)
-
-    def take_published(self) -> list[Published]:
-        """What began to serve since the last call; for KV cache events."""
-        published, self._published = self._published, []
-        return published
-
-    def take_gone(self) -> list[bytes]:
-        """Keys that could not be read and were removed since the last call; for KV cache events."""
-        gone, self._gone = self._gone, []
-        return gone
-
     # --------------------------------------------------------------------------------------- what is told
 
     def report(self, report: WorkerReport) -> None:
         """What the ranks said after a step."""
         for save, ranks in report.gathered.items():
-            saving = self._saving.get(save)
-            if saving is None:
-                continue
-            saving.copied += ranks
-            tracked = self._tracked.get(saving.request)
-            if saving.copied >= self._shape.ranks and tracked is not None:
+            tracked = self._tracked.get(self.outcomes.copied(save, ranks))
+            if tracked is not None:
                 tracked.saves.discard(save)
         for rank, failures in report.failures.items():
             self._failures[rank] = max(self._failures.get(rank, 0), failures)
         for loaded in report.loaded:
             self._loaded(loaded)
         for saved in report.saved:
-            self._saved(saved)
+            saving = self.outcomes.saved(saved)
+            tracked = self._tracked.get(saving.request) if saving is not None else None
+            if saving is not None and tracked is not None and saved.reason == TAINTED:
+                tracked.stored = min(tracked.stored, saving.start)
+
+    def _loaded(self, loaded: Loaded) -> None:
+        loading = self.outcomes.loaded(loaded)
+        if loading is None:
+            return
+        tracked = self._tracked.get(loading.request)
+        if tracked is None or tracked.ticket != loaded.ticket:
+            return
+        tracked.ticket, tracked.phase = "", Phase.settled
+        tracked.hit_blocks = loading.blocks
+        if loading.blocks < loading.asked:
+            # What could not be read has to be stored again, by us as likely as by anybody.
+            tracked.stored = min(tracked.stored, tracked.local_blocks + loading.blocks)
 
     def _preempted(self, name: str) -> None:
         """Its blocks are taken back now. It comes again with a lookup and a lease of its own."""
@@ -483,14 +389,9 @@ class SchedulerSide:
             if tracked.phase in (Phase.asked, Phase.answered, Phase.unplaced):
                 self._settle(tracked)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, int]:
         """What was counted since the last call."""
-        counts, self._counts = self._counts, {}
-        return counts
-
-    def _count(self, name: str, by: int = 1) -> None:
-        if by:
-            self._counts[name] = self._counts.get(name, 0) + by
+        return self.outcomes.counts.drain()
 
 
 def rows_of(found: LookupResult, first: int, end: int) -> Places:
