@@ -156,6 +156,15 @@ class ModelIndex:
             del self.rows[slot]
             self.free.append(slot)
 
+    def in_storage(self, storage: int) -> list[int]:
+        return sorted(slot for slot, row in self.rows.items() if row.storage == storage)
+
+    def drop(self, slots: list[int]) -> set[int]:
+        """Returns what `retire` does."""
+        leaves = self.retire([slot for slot in slots if self.rows[slot].state is not DELETING])
+        self.release(slots)
+        return leaves - set(slots)
+
 
 FULL = AttentionGroup("full")
 WINDOW = AttentionGroup("swa", GroupKind.sliding_window, 2)

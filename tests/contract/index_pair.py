@@ -91,6 +91,22 @@ class Pair:
         self.index.release(array("I", slots))
         self.model.release(slots)
 
+    def drop(self, storage: int) -> None:
+        """The storage lost all that it had."""
+        slots = self.index.in_storage(storage)
+        assert slots.tolist() == self.model.in_storage(storage)
+        leaves = self.index.drop(slots)
+        assert set(leaves) == self.model.drop(slots.tolist())
+        assert not self.index.in_storage(storage)
+
+    def gone(self) -> int:
+        """A slot that was used and is free."""
+        model = self.models[-1]
+        (slot,) = self.reserve(model, [KEYS[-1]], [None])
+        self.retire([slot])
+        self.release([slot])
+        return slot
+
     def touch(self, slot: int) -> None:
         self.used_ms += 1
         self.index.used_ms[slot] = self.used_ms
@@ -216,6 +232,8 @@ class Walk:
             pair.reveal(self.slots(SERVING, DELETING))
         elif act == "retire":
             pair.retire(self.slots(WRITING, SERVING))
+        elif act == "release" and rng.random() < 0.2:
+            pair.drop(rng.randint(1, 3))
         elif act == "release":
             pair.release(self.slots(DELETING))
         else:

@@ -182,6 +182,26 @@ def test_a_whole_chain_may_go_at_once_in_any_order(pair: Pair) -> None:
     assert pair.table(full).pending == {}
 
 
+def test_a_storage_loses_all_that_it_has_in_one_step_and_nothing_else(pair: Pair) -> None:
+    full, swa = pair.models[:2]
+    kept = pair.reserve(full, KEYS[:2], [None, KEYS[0]], [1, 1])
+    lost = pair.reserve(full, KEYS[2:5], [KEYS[1], KEYS[2], KEYS[3]], [2, 2, 2])
+    aside = pair.reserve(swa, KEYS[1:3], [KEYS[0], KEYS[1]], [2, 1])
+    pair.serve(kept)
+    pair.serve(lost[:2])
+    pair.retire(lost[1:2])
+    assert pair.index.in_storage(2).tolist() == [*lost, aside[0]]
+    pair.drop(2)
+    assert pair.index.in_storage(1).tolist() == [*kept, aside[1]]
+    assert pair.index.children[kept[1]] == 0 and pair.table(full).pending == {KEYS[2]: 1}
+    pair.compare(random.Random(0))
+    again = pair.reserve(full, KEYS[2:4], [KEYS[1], KEYS[2]], [2, 2])
+    assert set(again) < {*lost, *aside}
+    pair.compare(random.Random(0))
+    pair.drop(9)
+    assert pair.index.deleting_count == 0
+
+
 def test_runs_and_scattered_slots_are_the_same(pair: Pair) -> None:
     """Ascending runs may take a shorter way; what comes of it must not differ."""
     full = pair.models[3]
@@ -221,6 +241,7 @@ def test_sizes_of_a_table_are_the_sum_of_its_parts(pair: Pair) -> None:
         lambda pair, slots: pair.index.retire(array("I", slots[3:])),
         lambda pair, slots: pair.index.release(array("I", slots[:1])),
         lambda pair, slots: pair.index.release(array("I", slots[2:3])),
+        lambda pair, slots: pair.index.drop(array("I", (pair.gone(),))),
         lambda pair, slots: pair.reserve(pair.models[0], KEYS[:1], [None]),
         lambda pair, slots: pair.index.reserve(
             pair.table(pair.models[0]),
@@ -238,6 +259,7 @@ def test_sizes_of_a_table_are_the_sum_of_its_parts(pair: Pair) -> None:
         "retire a deleting one",
         "release a writing one",
         "release a serving one",
+        "drop a gone one",
         "reserve a key that is being written",
         "reserve a slot that is not free",
     ],

@@ -14,7 +14,7 @@ from metaservice.replica.errors import NotLeader, ShardUnavailable
 
 KEY = b"k" * 16
 PARTS = (Part("tp0", 1024),)
-STORAGE = SimpleNamespace(name="s1", kind="posix", options={"root": "/s1"})
+STORAGE = SimpleNamespace(name="s1", kind="posix", options={"root": "/s1"}, volatile=False, pool="")
 UNKNOWN_MS = 1 << 53
 
 
