@@ -1,10 +1,14 @@
-"""Fixtures of the contract suites: one store a parameter."""
+"""Fixtures of the contract suites: one store a parameter, and a pool on shared memory."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dataplane import Backend, open_backend
+from dataplane.backends import shm_pool
 from metaservice.cli.local.postgres import LocalPostgres
 from metaservice.journal.port import Journal
 from metaservice.journal.postgres_migrate import migrate
@@ -13,6 +17,7 @@ from tests.contract.journal_benches import JournalBench, MemoryBench, SqliteBenc
 from tests.contract.pgbouncer import pgbouncer
 from tests.contract.postgres_bench import SCHEMA, PostgresBench, Sql
 from tests.contract.postgres_proxy import PostgresProxy
+from tests.contract.shm_house import POOL, SLOT_BYTES
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +82,24 @@ def journal(bench: JournalBench) -> Iterator[Journal]:
     journal.open()
     yield journal
     journal.close()
+
+
+@pytest.fixture
+def shm_directory() -> Iterator[Path]:
+    """On shared memory, where there is some."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ucm-test-", dir=base) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def shm_options(shm_directory: Path) -> dict[str, str]:
+    return {"dir": str(shm_directory), "slot_bytes": str(SLOT_BYTES), "pool": POOL}
+
+
+@pytest.fixture
+def shm(shm_options: dict[str, str]) -> Iterator[Backend]:
+    shm_pool.make(shm_options, "c1", "s1")
+    opened = open_backend("shm", shm_options)
+    yield opened
+    opened.close()
