@@ -227,12 +227,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """A synchronous load failed. vLLM has these blocks, and those computed from them in this step, in its
         own prefix cache already, and leaves them there for those who will compute them again; a request that
         is aborted or preempted before it does would leave garbage behind."""
-        manager = self._kv_cache_manager
-        assert manager is not None
-        for name in self.side.requests:
-            (blocks,) = manager.get_block_ids(name)
-            first = next((row for row, block in enumerate(blocks) if block in invalid), len(blocks))
-            manager.evict_blocks(set(blocks[first:]))
+        assert self._kv_cache_manager is not None
+        self._kv_cache_manager.evict_blocks(self.side.spoiled(invalid))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""

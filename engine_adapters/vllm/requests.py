@@ -45,6 +45,10 @@ class EngineRequest(Protocol):
         """Images and the like among the tokens."""
 
     @property
+    def prompt_embeds(self) -> Any:
+        """None, or embeddings that stand for tokens."""
+
+    @property
     def trace_headers(self) -> Mapping[str, str] | None: ...
 
 

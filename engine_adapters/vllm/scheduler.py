@@ -62,6 +62,7 @@ class SchedulerSide:
         self._loads: list[LoadOrder] = []
         self._awaited: list[str] = []
         self._failures: dict[int, int] = {}
+        self._tables: list[list[int]] = []
         self._numbers = 0
         self._count = self.outcomes.counts.add
 
@@ -223,6 +224,9 @@ class SchedulerSide:
                     saves.append(order)
         for name in step.scheduled:
             self._computed(name)
+        self._tables = []
+        if any(order.sync for order in self._loads):
+            self._tables = [step.blocks_of(name)[0] for name in step.scheduled]
         loads, self._loads = self._loads, []
         awaited, self._awaited = self._awaited, []
         return StepOrders(
@@ -292,7 +296,7 @@ class SchedulerSide:
     def _told_tokens(self, request: EngineRequest, start: int, end: int) -> list[int]:
         """The tokens of blocks for events; none where tokens alone do not say what a block is: whoever hashes
         them would take it for that of another tenant, or of another image."""
-        if not self._events or request.cache_salt or request.mm_features:
+        if not self._events or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
             return []
         size = self._shape.block_size_tokens
         return list(request.all_token_ids[start * size : end * size])
@@ -377,10 +381,15 @@ class SchedulerSide:
             return True
         return False
 
-    @property
-    def requests(self) -> Collection[str]:
-        """The requests that have not ended."""
-        return self._tracked.keys()
+    def spoiled(self, invalid: Collection[int]) -> set[int]:
+        """Blocks that hold garbage after the step, when its synchronous loads of the `invalid` ones failed:
+        these, and all that was computed behind them, of whichever request, also of one that has ended by
+        now."""
+        blocks: set[int] = set()
+        for table in self._tables:
+            first = next((row for row, block in enumerate(table) if block in invalid), len(table))
+            blocks.update(table[first:])
+        return blocks
 
     def reset(self) -> None:
         """The caches were reset: what was known to be stored is not any more."""
