@@ -229,7 +229,7 @@ def _lose(state: State, memory: Memory, storage: Storage) -> None:
     deleting = array("I", [slot for slot in slots if index.state[slot] == DELETING])
     live = array("I", [slot for slot in slots if index.state[slot] != DELETING])
     hit = _sessions_of(state, live)
-    memory.lost(storage.number, slots)
+    memory.lost(storage.number, slots, deleting)
     for table, _, count in _by_table_and_storage(state, live):
         usages = (*state.scopes(state.instances[table.instance]), storage.usage)
         _changed(memory, usages)

@@ -121,10 +121,10 @@ class Deletions:
             self._leased.discard(slot)
             self._waiting.pop(slot, None)
 
-    def lost(self, storage: int, slots: Iterable[int]) -> None:
-        """The storage's bytes are gone, and these were its locations: there is nothing left to delete in it.
+    def lost(self, storage: int, deleting: Iterable[int]) -> None:
+        """The storage's bytes are gone, and with them these locations: there is nothing left to delete in it.
         Who still has a task of it is answered as if all of that were done."""
-        self.gone(slots)
+        self.gone(deleting)
         self._queue.pop(storage, None)
         for task in [task for task in self._open.values() if task.storage == storage]:
             del self._open[task.name]

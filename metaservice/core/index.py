@@ -242,20 +242,23 @@ class BlockIndex:
         """
         self._assert_from(slots, _FROM_REMOVED)
         leaves: list[int] = []
+        tables, table_of, keys, parents = self.tables, self.table, self.key, self.parent
+        state, visible, session, children = self.state, self.visible, self.session, self.children
+        used_ms = self.used_ms
+        self.deleting_count += len(slots)
         for slot in slots:
-            table = self.tables[self.table[slot]]
-            key = self.key[slot]
-            self.state[slot] = DELETING
-            self.visible[slot] = 0
-            self.session[slot] = 0
-            assert table.slots[key] == slot, "a deleting location had the key"
-            del table.slots[key]
+            table = tables[table_of[slot]]
+            key = keys[slot]
+            state[slot] = DELETING
+            visible[slot] = 0
+            session[slot] = 0
+            holder = table.slots.pop(key)
+            assert holder == slot, "a deleting location had the key"
             table.blocks_deleting += 1
-            self.deleting_count += 1
-            if self.children[slot]:
-                table.pending[key] = self.children[slot]
-                self.children[slot] = 0
-            needed = self.parent[slot] if table.primary else key
+            if children[slot]:
+                table.pending[key] = children[slot]
+                children[slot] = 0
+            needed = parents[slot] if table.primary else key
             if needed is None:
                 continue
             home = table.dependency
@@ -267,24 +270,26 @@ class BlockIndex:
                 else:
                     del home.pending[needed]
                 continue
-            self.children[upper] -= 1
-            self.used_ms[upper] = max(self.used_ms[upper], self.used_ms[slot])
-            if not self.children[upper]:
+            children[upper] -= 1
+            used_ms[upper] = max(used_ms[upper], used_ms[slot])
+            if not children[upper]:
                 leaves.append(upper)
         return leaves
 
     def release(self, slots: "array[int]") -> None:
         """Deleting -> gone: the bytes are deleted, the slots may be used again (with the next generation)."""
         self._assert_from(slots, _FROM_DELETED)
+        tables, table_of, keys, parents = self.tables, self.table, self.key, self.parent
+        state, sums, done = self.state, self.sums, self.done
+        self.deleting_count -= len(slots)
         for slot in slots:
-            self.tables[self.table[slot]].blocks_deleting -= 1
-            self.deleting_count -= 1
-            self.state[slot] = GONE
-            self.key[slot] = b""
-            self.parent[slot] = None
-            self.sums[slot] = b""
-            self.done[slot] = 0
-            self.free.append(slot)
+            tables[table_of[slot]].blocks_deleting -= 1
+            state[slot] = GONE
+            keys[slot] = b""
+            parents[slot] = None
+            sums[slot] = b""
+            done[slot] = 0
+        self.free += slots
 
     def drop(self, slots: "array[int]") -> list[int]:
         """Any state -> gone: the bytes are lost already, so nobody has to delete them. Returns what `retire`

@@ -116,11 +116,12 @@ class Memory:
             deleting = self.state.deleting
             self.deletions.queue([slot for slot in slots if deleting.get(slot) == not_before_ms], ready_ms)
 
-    def lost(self, storage: int, slots: "array[int]") -> None:
-        """These locations were all that the storage held, and are gone with their bytes. Their slots may be
-        used again before that is durable: nothing that was queued for the earlier use may reach the next."""
+    def lost(self, storage: int, slots: "array[int]", deleting: "array[int]") -> None:
+        """These locations (some of them deleting) were all that the storage held, and are gone with their
+        bytes. Their slots may be used again before that is durable: nothing that was queued for the earlier
+        use may reach the next."""
         self.leases.lost(slots)
-        self.deletions.lost(storage, slots)
+        self.deletions.lost(storage, deleting)
         gone = set(slots)
 
         def rest(those: "array[int]") -> "array[int]":
