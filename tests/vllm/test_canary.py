@@ -27,7 +27,7 @@ PARTS = (Part("tp0", 1),)
 def described(algorithm: str = "sha256") -> Namespace:
     config = engine_config()
     scheduler, _ = cache_configs(config, llama_specs())
-    config.cache_config.prefix_caching_hash_algo = algorithm  # type: ignore[assignment]
+    config.cache_config.prefix_caching_hash_algo = algorithm
     return describe(config, scheduler, Settings(group="g"))
 
 

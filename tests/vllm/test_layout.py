@@ -116,7 +116,7 @@ def test_a_window_needs_what_vllm_requires_for_a_hit(tokens: int) -> None:
             key = make_block_hash_with_group_id(hashes[number], 0)
             block.set_block_hash(key)
             pool.cached_block_hash_to_block.insert(key, block)
-        return SlidingWindowManager.find_longest_cache_hit(
+        tokens_found: int = SlidingWindowManager.find_longest_cache_hit(
             block_hashes=hashes,
             max_length=total * BLOCK,
             kv_cache_group_ids=[0],
@@ -125,6 +125,7 @@ def test_a_window_needs_what_vllm_requires_for_a_hit(tokens: int) -> None:
             drop_eagle_block=False,
             alignment_tokens=BLOCK,
         )[1]
+        return tokens_found
 
     # a window of one token needs no block; vLLM's search then still asks for one
     assert found(max(needed, 1)) == total * BLOCK
