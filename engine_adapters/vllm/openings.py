@@ -13,7 +13,7 @@ from metaservice.wire.schemas import StorageRef
 log = logging.getLogger(__name__)
 
 GOOD_MS = 10_000
-BAD_MS = 3_000
+BAD_MS = 1_000
 """How long an answer is believed. An old good one is still believed while the storage is tried again."""
 SLOW_MS = 1_000
 """A storage that was good and does not open within this is not, until it does."""

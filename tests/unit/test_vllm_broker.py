@@ -207,6 +207,38 @@ def test_questions_that_wait_too_long_are_not_asked() -> None:
         assert "late" in {answer.failure for answer in answers if answer is not None}
 
 
+def test_row_23_an_answer_that_was_on_its_way_when_the_weights_changed_is_worthless() -> None:
+    go_on = Event()
+
+    def late(request: Request) -> None:
+        go_on.wait(5)
+        request.send(http(msgspec.msgpack.encode(answer_to(request))))
+
+    service = FakeService(late, "lookup")
+    with peer(service) as one, broker_at(one.url, lookup_wait_ms=5_000, timeout_ms=5_000) as broker:
+        assert broker.wait_ready(5_000)
+        broker.ask("r#1", broker.instance_of() or "", KEYS)
+        until(lambda: any(request.verb == "lookup" for request in one.requests))
+        broker.renew_namespace(make_namespace(weight_version="8"))
+        go_on.set()
+        until(lambda: broker.counters().get("late_answers"))
+        answer = broker.answer("r#1")
+        assert answer is not None and (answer.hits, answer.failure) == (0, "renewed")
+        until(lambda: broker.leases_open() == 0)
+        assert any(request.verb == "release" for request in one.requests)
+
+
+def test_the_namespace_may_change_before_the_start() -> None:
+    with peer(FakeService()) as one:
+        broker = Broker(Settings(url=one.url, group="g", engine="e"), make_namespace(), PARTS)
+        other = make_namespace(weight_version="8")
+        broker.renew_namespace(other)
+        broker.start()
+        assert broker.wait_ready(5_000)
+        assert broker.instance_of() == other.instance_id("vllm")
+        broker.close()
+
+
 def test_a_prompt_longer_than_a_lookup_may_be_is_looked_up_in_part() -> None:
     keys = [number.to_bytes(32, "big") for number in range(20_000)]
     with peer(FakeService()) as one, broker_at(one.url, lookup_wait_ms=5_000, timeout_ms=5_000) as broker:
