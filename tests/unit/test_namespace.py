@@ -1,7 +1,9 @@
 """The namespace: every field tells instances apart, or is compared by the service."""
 
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from metaservice.core.model import Fingerprint
 from tests.unit.namespace_house import PARTS, changed, make_namespace
 
 FIELDS = Namespace.__struct_fields__
+DOCUMENT = Path(__file__).parents[2] / "docs/engines/namespace.md"
 KNOWN_DIGEST = "5c2ac89056db9b3adfb410788e98089f"
 """Of the namespace as the house makes it. When it changes every cache is cold after an upgrade."""
 
@@ -168,3 +171,11 @@ def test_what_the_service_will_never_take_is_refused() -> None:
     )
     answer = ask(Service(refusal=wrong))
     assert isinstance(answer, Refused) and answer.fields == ("key_length",) and "16..64" in answer.reason
+
+
+def test_the_documentation_has_every_field() -> None:
+    rows = [row for row in DOCUMENT.read_text().splitlines() if row.startswith("| `")]
+    documented = {field for row in rows for field in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented == set(FIELDS)
+    compared = [row for row in rows if "compared, not named" in row]
+    assert {field for row in compared for field in re.findall(r"`(\w+)`", row.split("|")[1])} == COMPARED
