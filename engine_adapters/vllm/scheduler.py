@@ -23,6 +23,8 @@ from metaservice.client import LookupResult, Places
 
 NULL_BLOCK = 0
 """vLLM's block that stands for none, outside a sliding window."""
+LOOKUPS_MAX = 3
+"""Lookups of a request, all in all, beyond which a lost lease is a miss."""
 _NS_PER_MS = 1_000_000
 
 
@@ -93,6 +95,14 @@ class SchedulerSide:
         if tracked.phase is not Phase.answered:
             return 0, False
         assert tracked.answer is not None
+        if not self._broker.held(tracked.ticket):
+            # The lease is lost, as with the leader that gave it: what it covered may be going.
+            self._settle(tracked)
+            if tracked.lookups < LOOKUPS_MAX:
+                tracked.asked_ns = 0
+                self._begin(tracked)
+                return (None if tracked.phase is Phase.asked else 0), False
+            return 0, False
         if self._broker.switch == "bypass" or tracked.instance != self._broker.instance_of(tracked.adapter):
             self._settle(tracked)
             return 0, False
@@ -107,7 +117,6 @@ class SchedulerSide:
 
     def _begin(self, tracked: Tracked) -> None:
         """Send the lookup out, when there is something to ask and somebody to ask it."""
-        tracked.asked_ns = 0
         if self._broker.switch == "bypass" or not self._loadable(tracked.request):
             tracked.phase = Phase.settled
             return
@@ -350,6 +359,7 @@ class SchedulerSide:
         if tracked.phase is not Phase.loading:
             self._settle(tracked)
         tracked.ticket, tracked.answer, tracked.phase = "", None, Phase.fresh
+        tracked.asked_ns = 0
         tracked.stored = tracked.local_blocks = 0
         self._count("preemptions")
 
