@@ -25,6 +25,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     oracle: list[Request]
     ttft_cold: list[Request]
     ttft_hit: list[Request]
+    warm: list[Request]
+    """One about each document that is shared from then on."""
     steady: list[Request]
     engine_kill: list[Request]
     """Each about a document of its own: whoever gets one has something to write."""
@@ -35,14 +37,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     unbypassed: list[Request]
     outage: list[Request]
     after_outage: list[Request]
-    damage: list[tuple[Request, Request]]
-    """For each damaged block, two requests about its document, for two engines."""
+    damage: list[Request]
+    """Each about another document; those are asked whose blocks lie on the disk."""
 
     def __iter__(self) -> Iterator[Request]:
         """All of them, once each."""
         for field in self.__struct_fields__:
-            for entry in getattr(self, field):
-                yield from (entry if isinstance(entry, tuple) else (entry,))
+            yield from getattr(self, field)
 
 
 def plan(documents: Documents) -> Plan:
@@ -62,7 +63,8 @@ def plan(documents: Documents) -> Plan:
         oracle=[ask(document) for document in oracle],
         ttft_cold=[ask(document) for document in ttft],
         ttft_hit=[ask(document) for document in ttft],
-        steady=documents.some(78, shared),
+        warm=[ask(document) for document in shared],
+        steady=documents.some(66, shared),
         engine_kill=[ask(document) for document in killing],
         after_engine_kill=documents.some(48, shared + first),
         after_leader_kill=documents.some(72, shared + second),
@@ -71,5 +73,5 @@ def plan(documents: Documents) -> Plan:
         unbypassed=documents.some(6, shared),
         outage=documents.some(30, shared),
         after_outage=documents.some(12, shared),
-        damage=[(ask(document), ask(document)) for document in shared[:2]],
+        damage=[ask(document) for document in shared[::-1]],
     )

@@ -130,6 +130,7 @@ def _figures(
     folder: Path,
 ) -> Figures:
     rows = stage.fleet.rows
+    (folder / "rows.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     wrong = ledger.wrong(rows, stage.baseline)
     for row in wrong:
         stage.note(f"wrong: {row.phase}, {row.request.id} on {row.engine}, {row.loaded} blocks loaded")

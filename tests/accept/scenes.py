@@ -12,10 +12,10 @@ from dataplane.port import Place
 from engine_adapters.vllm.audit import PageEntry
 from metaservice.client import LookupResult
 from tests.accept import audit, ledger
-from tests.accept.documents import Request
+from tests.accept.documents import DOCUMENT_TOKENS, Request
 from tests.accept.fleet import Fleet, Row
 from tests.accept.ledger import Verdict
-from tests.accept.messages import EngineOptions, Job
+from tests.accept.messages import BLOCK_SIZE_TOKENS, EngineOptions, Job
 from tests.accept.plan import Plan
 from tests.accept.site import DISK, Site
 
@@ -117,7 +117,9 @@ def first_tokens(stage: Stage) -> tuple[list[float], list[float]]:
 
 
 def steady(stage: Stage) -> None:
-    """Nothing happens."""
+    """Nothing happens, once every document has been seen."""
+    stage.fleet.serve("warm", stage.plan.warm)
+    _settled(stage)
     stage.say(stage.fleet.serve("steady", stage.plan.steady), "steady")
 
 
@@ -252,30 +254,31 @@ def outage(stage: Stage) -> None:
 
 def damage(stage: Stage) -> None:
     """A stored block is corrupted, another one cut short: refused, computed anew, and right."""
-    for how, (first, second) in zip((_corrupt, _cut_short), stage.plan.damage, strict=True):
-        _damage(stage, first, second, how)
+    asked = iter(stage.plan.damage)
+    for what, hurt in (("corrupted", _corrupt), ("cut short", _cut_short)):
+        done = any(_damaged(stage, request, what, hurt) for request in asked)
+        stage.show(done, f"a stored block was {what}")
 
 
-def _damage(stage: Stage, first: Request, second: Request, how: Callable[[Path], None]) -> None:
-    fleet = stage.fleet
-    fleet.forget(*ENGINES)
-    (row,) = fleet.serve("damage", [first], ENGINES[0])
-    _settled(stage)
-    keys = [bytes.fromhex(key) for key in row.answer.keys]
+def _damaged(stage: Stage, request: Request, what: str, hurt: Callable[[Path], None]) -> bool:
+    """Damage a block of the request's document, and ask; False: none of it lies on the disk."""
+    fleet, name = stage.fleet, ENGINES[2]
+    asked = [row for row in fleet.rows if row.request.document == request.document]
+    keys = [bytes.fromhex(key) for key in asked[-1].answer.keys[: DOCUMENT_TOKENS // BLOCK_SIZE_TOKENS]]
     instance, _ = stage.site.instance()
     with stage.site.operator() as operator:
         found = operator.lookup(instance, keys)
-        at = _on_disk(found)
-        if at is None:
-            stage.show(False, f"no block of document {first.document} lies on the disk")
-            return
-        place = Place.of(found.place(at))
-        how(Path(path_of(str(stage.site.disk), place)))
-        (row,) = fleet.serve("damage", [second], ENGINES[2])
-        stage.show(
-            row.loaded == at and not ledger.wrong([row], stage.baseline),
-            f"block {at} of {found.hits} {how.__doc__}: {row.loaded} loaded, the rest computed, right tokens",
-        )
+    at = _on_disk(found)
+    if at is None:
+        return False
+    hurt(Path(path_of(str(stage.site.disk), Place.of(found.place(at)))))
+    fleet.forget(name)
+    (row,) = fleet.serve("damage", [request], name)
+    stage.show(
+        row.loaded == at and not ledger.wrong([row], stage.baseline),
+        f"block {at} of {found.hits} {what}: {row.loaded} loaded, the rest computed anew, with right tokens",
+    )
+    return True
 
 
 def _on_disk(found: LookupResult) -> int | None:
@@ -287,7 +290,6 @@ def _on_disk(found: LookupResult) -> int | None:
 
 
 def _corrupt(path: Path) -> None:
-    """corrupted"""
     with path.open("r+b") as file:
         file.seek(-1_000, os.SEEK_END)
         byte = file.read(1)[0]
@@ -296,7 +298,6 @@ def _corrupt(path: Path) -> None:
 
 
 def _cut_short(path: Path) -> None:
-    """cut short"""
     os.truncate(path, path.stat().st_size - 1_000)
 
 
