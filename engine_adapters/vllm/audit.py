@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from contextlib import suppress
 from threading import Lock
 from typing import Literal, Protocol
 
@@ -145,7 +146,8 @@ class FileAudit:
     def _end(self, why: str) -> None:
         log.warning("no more is noted in %s: %s", self._path, why)
         self.on = False
-        os.close(self._descriptor)
+        with suppress(OSError):
+            os.close(self._descriptor)
 
     def close(self) -> None:
         """See Audit."""

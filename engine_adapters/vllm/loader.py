@@ -44,15 +44,20 @@ _STOP_WAIT_S = 0.2
 
 
 class Load:
-    """One order. `lock` is held while one page is copied into the engine's memory, and to end the load."""
+    """One order. `lock` is held while one page is copied into the engine's memory, unless the load is
+    `ending` or `over`, and to end it."""
 
-    __slots__ = ("bad", "began_ns", "blocks", "deadline_s", "ended_ns", "lock", "order", "over", "reason",
-                 "size_bytes")  # fmt: skip
+    __slots__ = (
+        "bad", "began_ns", "blocks", "deadline_s", "ended_ns", "ending", "lock", "order", "over", "reason",
+        "size_bytes",
+    )  # fmt: skip
 
     def __init__(self, order: LoadOrder, deadline_s: float) -> None:
         self.order = order
         self.deadline_s = deadline_s
         self.lock = Lock()
+        self.ending = False
+        """Somebody is about to end it: no page is copied any more."""
         self.over = False
         self.blocks = 0
         """Leading rows that are wholly in the engine's memory."""
@@ -190,7 +195,8 @@ class Loader:
 
     def _end(self, load: Load, reason: str) -> None:
         """The load is over, once. What was loaded before it failed from outside does not count: the order
-        came to nothing. Waits for a copy of one page that has begun."""
+        came to nothing. Waits for the copy of one page that has begun, and for no other."""
+        load.ending = True
         with load.lock:
             if load.over:
                 return
@@ -231,8 +237,8 @@ class Loader:
             if not self._load_rows(load, rows, buffers):
                 break
         with load.lock:
-            if load.over:
-                return
+            if load.over or load.ending:
+                return  # whoever ends it says what became of it
             if not load.reason:
                 load.blocks = load.asked
             self._close(load)
@@ -269,7 +275,7 @@ class Loader:
             if row >= end:
                 return False
             with load.lock:
-                if load.over:
+                if load.over or load.ending:
                     return False
                 self._pages.scatter(group, block, view)
                 load.size_bytes += len(view)

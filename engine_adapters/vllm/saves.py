@@ -31,8 +31,7 @@ INTERNAL = "internal"
 
 
 class Save:
-    """One order. `lock` is held while one page of it is copied, so that whoever sets `cancelled` under it
-    waits for one page at most, and knows that none is copied afterwards."""
+    """One order. `lock` is held while one page of it is copied, unless `cancelled` says that none may be."""
 
     __slots__ = (
         "began_ns", "cancelled", "dropped", "left", "lock", "order", "present", "published", "reason",
@@ -54,9 +53,11 @@ class Save:
         self.began_ns = time.time_ns()
 
     def cancel(self, reason: str) -> None:
-        """Copy nothing of it any more."""
+        """Copy nothing of it any more. Waits for the copy of one page that has begun, and for no other: the
+        copier cannot begin the next, however often it gets the lock before us."""
+        self.cancelled = self.cancelled or reason
         with self.lock:
-            self.cancelled = self.cancelled or reason
+            pass
 
 
 class Row:

@@ -127,11 +127,6 @@ class Writer:
             log.warning("start_write of %d blocks failed: %s %s", len(rows), started.failure, started.detail)
             self._drop(rows, saves.START_FAILED)
             return None
-        if (started.engine, started.incarnation) != (batch.identity.engine, batch.identity.incarnation):
-            # The engine registered anew between our look and the call.
-            self._abort(started)
-            self._drop(rows, saves.IDENTITY)
-            return None
         return started
 
     def _places(self, started: WriteResult, rows: Sequence[Row]) -> dict[int, Row]:

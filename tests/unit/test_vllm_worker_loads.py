@@ -253,16 +253,17 @@ def test_a_load_that_is_late_between_two_pages_stops_there(service: MemoryServic
         rank.pages.before_scatter = lambda block: gate() if block == 2 else None
         rank.step(step(loads=(load_order(places, [1, 2, 3]),)))
         assert gate.reached.wait(5)
-        time.sleep(0.08)
-        gate_opener = time.monotonic() + 0.05
-        opened = []
+        load = rank.side._loader._running[0] or rank.side._loader._running[1]
+        assert load is not None
+        opened: list[bool] = []
 
-        def open_late() -> None:
-            time.sleep(max(0.0, gate_opener - time.monotonic()))
-            opened.append(time.monotonic())
+        def open_then() -> None:
+            eventually(lambda: load.ending)
+            opened.append(True)
             gate.open()
 
-        opener = Thread(target=open_late)
+        time.sleep(0.08)
+        opener = Thread(target=open_then)
         opener.start()
         results = rank.results()
         assert opened, "the page under way was not waited for"
@@ -408,7 +409,8 @@ def test_row18_every_load_is_told_exactly_once_whatever_becomes_of_it(
     service.path(key_of(5), "tp0").unlink()
     with ranks_of(service, load_wait_ms=30, load_batch_blocks=2) as (rank,):
         rank.mover.before_read = lambda: time.sleep(chance.choice([0, 0.001, 0.02]))
-        free, busy = list(range(1, 60)), {}
+        free = list(range(1, 60))
+        busy: dict[str, list[int]] = {}
         told: list[str] = []
         names = iter(range(1_000_000))
         spoiled: set[int] = set()

@@ -4,10 +4,11 @@ import random
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
-from engine_adapters.vllm.orders import NO_BLOCK, Identity
+from engine_adapters.vllm.orders import NO_BLOCK, Identity, SaveOrder
 from metaservice.wire.schemas import WriteOutcome
 from tests.unit.vllm_worker_house import (
     BLOCKS,
@@ -91,17 +92,19 @@ def test_row17_no_page_is_copied_once_preempted_returned(service: MemoryService)
         assert gate.reached.wait(5)
         preempting = Thread(target=rank.side.preempted, args=(step(preempted=("r",)),))
         preempting.start()
-        preempting.join(0.1)
+        (save,) = rank.side._saver._ledger.uncopied(["r"])
+        eventually(lambda: save.cancelled)
+        preempting.join(0.05)
         assert preempting.is_alive(), "a page was still being copied"
         gate.open()
         preempting.join(5)
         assert not preempting.is_alive()
         rank.pages.spoil(range(10, 15))
         (saved,) = rank.saves_over(1)
-        assert saved.dropped >= 2 and saved.reason == "preempted"
+        assert saved.dropped == 3 and saved.reason == "preempted"
         assert [block for _, block in rank.pages.gathered] == [10, 11, 12]
         assert rank.gathered == ["s"]
-        assert not service.serves(key_of(3)) and not service.serves(key_of(4))
+        assert saved.published == (key_of(0), key_of(1))
         assert holds_only_right_bytes(service) == len(saved.published)
 
 
@@ -148,7 +151,7 @@ def test_row17_nothing_stored_is_ever_of_a_block_that_was_taken_back(
         saves = 0
         for round_ in range(60):
             gone = [name for name in alive if chance.random() < 0.3]
-            orders = []
+            orders: list[SaveOrder] = []
             rank.side.preempted(step(preempted=tuple(gone)))
             for name in gone:
                 blocks = alive.pop(name)
@@ -187,7 +190,9 @@ def test_urgent_pages_are_copied_before_the_next_step(service: MemoryService) ->
         rank.pages.before_gather = lambda block: time.sleep(0.003)
         ordinary = rank.compute(save_order("s1", range(30), range(1, 31), request="other"))
         urgent = rank.compute(save_order("s2", range(100, 105), range(40, 45), urgent=True))
-        rank.step(step(saves=(ordinary, urgent)))
+        rank.step(step(saves=(ordinary,)))
+        eventually(lambda: rank.pages.gathered)
+        rank.step(step(saves=(urgent,)))
         began = time.monotonic()
         rank.side.preempted(step())
         assert time.monotonic() - began < 0.09, "it does not wait for the ordinary ones"
@@ -289,7 +294,10 @@ def test_row23_another_identity_drops_what_was_ordered_before(service: MemorySer
         other = rank.compute(save_order("s2", [3], [3], instance="i2"))
         turning = Thread(target=rank.side.preempted, args=(step(identity=renewed),))
         turning.start()
-        time.sleep(0.02)
+        eventually(lambda: rank.side._saver._identity == renewed)
+        if where == "copy":
+            (save,) = rank.side._saver._ledger.uncopied()
+            eventually(lambda: save.cancelled)
         gate.open()
         turning.join(5)
         rank.step(step(identity=renewed, saves=(other,)))
@@ -297,6 +305,8 @@ def test_row23_another_identity_drops_what_was_ordered_before(service: MemorySer
         assert not saved["s1"].published and saved["s1"].reason == "identity"
         assert saved["s2"].published == (key_of(3),)
         assert not service.serves(key_of(1)) and service.serves(key_of(3), "i2")
+        if where == "copy":
+            assert [block for _, block in rank.pages.gathered] == [1, 3]
         eventually(lambda: service.sessions_open == 1)
 
 
@@ -324,6 +334,7 @@ def test_an_answer_that_was_lost_is_asked_for_again(service: MemoryService) -> N
         (saved,) = rank.saves_over(1)
         assert saved.published == (key_of(1), key_of(2)) and saved.dropped == 0
         assert service.calls == ["start"] * 3 + ["finish"] * 3
+        assert len(set(service.finish_ids)) == 1
 
 
 def test_a_service_that_is_away_costs_a_drop(service: MemoryService) -> None:
@@ -409,7 +420,12 @@ def test_a_finished_request_is_sent_once_when_its_pages_are_copied(service: Memo
         assert not rank.results().sent
         gate.open()
         sent: list[str] = []
-        eventually(lambda: sent.extend(rank.results().sent) or sent)
+
+        def some_sent() -> list[str]:
+            sent.extend(rank.results().sent)
+            return sent
+
+        eventually(some_sent)
         assert sent == ["r"]
         rank.saves_over(1)
         assert not rank.results().sent
@@ -432,9 +448,9 @@ def wide(tmp_path: Path) -> MemoryService:
     return MemoryService(tmp_path, ["tp0", "tp1"])
 
 
-def both(ranks: list[Rank], *orders: object, **more: object) -> None:
+def both(ranks: list[Rank], *orders: SaveOrder, **more: Any) -> None:
     for rank in ranks:
-        rank.step(step(saves=tuple(rank.compute(order) for order in orders), **more))  # type: ignore[arg-type]
+        rank.step(step(saves=tuple(rank.compute(order) for order in orders), **more))
 
 
 def test_row2_a_block_of_two_ranks_serves_with_the_second_finish(wide: MemoryService) -> None:
@@ -491,6 +507,18 @@ def test_one_rank_copies_less_than_the_other(wide: MemoryService) -> None:
             rank.saves_over(1)
         assert wide.serves(key_of(1)) and holds_only_right_bytes(wide) == 1
         assert set(wide.blocks) == {("i", key_of(1))}, "what a rank lacks is free at once"
+
+
+def test_rows_that_no_rank_can_deliver_are_told_once(tmp_path: Path) -> None:
+    service = MemoryService(tmp_path, ["g0-tp0", "g1-tp0", "g0-tp1", "g1-tp1"])
+    with ranks_of(service, world=2, groups=2) as ranks:
+        order = save_order("s", [1, 2], [1, 2], groups=2)
+        order = SaveOrder("s", "r", "i", order.keys, None, ((1, 2), (NO_BLOCK, 2)))
+        both(ranks, order)
+        saved = [one for rank in ranks for one in rank.saves_over(1)]
+        assert [one.dropped for one in saved] == [1, 1] and {one.reason for one in saved} == {"no_block"}
+        assert {key for one in saved for key in one.published} == {key_of(2)}
+        assert holds_only_right_bytes(service) == 1
 
 
 def test_a_tainted_step_is_not_stored_by_any_rank(wide: MemoryService) -> None:

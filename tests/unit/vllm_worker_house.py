@@ -122,6 +122,7 @@ class MemoryService:
         self.fail: dict[str, list[str]] = {}
         self.before: dict[str, Callable[[], None]] = {}
         self.ttl_ms = 0
+        self.finish_ids: list[str] = []
         self.finishes_lost = 0
         """So many finishes are done, and their answers lost."""
 
@@ -212,8 +213,9 @@ class MemoryClient:
         request_id: str,
         traceparent: str,
     ) -> WriteResult:
-        service, who = self.service, self.who
+        service = self.service
         failure = service.entered("start")
+        who = self.who
         if self.closed:
             failure = "closed"
         if failure or not who[1]:
@@ -288,6 +290,7 @@ class MemoryClient:
         service = self.service
         request_id = request_id or f"{id(self)}-{next(self._numbers)}"
         failure = service.entered("finish")
+        service.finish_ids.append(request_id)
         if failure:
             return FinishResult(
                 status=bytes([FinishStatus.pending]) * len(locations), failure=failure, request_id=request_id
