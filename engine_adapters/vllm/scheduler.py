@@ -96,13 +96,7 @@ class SchedulerSide:
             return 0, False
         assert tracked.answer is not None
         if not self._broker.held(tracked.ticket):
-            # The lease is lost, as with the leader that gave it: what it covered may be going.
-            self._settle(tracked)
-            if tracked.lookups < LOOKUPS_MAX:
-                tracked.asked_ns = 0
-                self._begin(tracked)
-                return (None if tracked.phase is Phase.asked else 0), False
-            return 0, False
+            return (None if self._asks_again(tracked) else 0), False
         if self._broker.switch == "bypass" or tracked.instance != self._broker.instance_of(tracked.adapter):
             self._settle(tracked)
             return 0, False
@@ -110,6 +104,16 @@ class SchedulerSide:
         if blocks < self._settings.min_load_blocks:
             return 0, False
         return blocks * self._shape.block_size_tokens, self._settings.load == "async"
+
+    def _asks_again(self, tracked: Tracked) -> bool:
+        """The lease is lost, as with the leader that gave it: what it covered may be going. Whether another
+        lookup is under way."""
+        self._settle(tracked)
+        if tracked.lookups >= LOOKUPS_MAX:
+            return False
+        tracked.asked_ns = 0
+        self._begin(tracked)
+        return tracked.phase is Phase.asked
 
     def _loadable(self, request: EngineRequest) -> int:
         """Blocks that a load may cover: whole ones, and one token is left to compute."""
