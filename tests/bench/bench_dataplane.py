@@ -1,6 +1,7 @@
-"""GB/s of the POSIX backend beside plain system calls, on the file system of a folder of your choice.
+"""GB/s of the POSIX backend beside plain system calls, on the file system of a folder of your choice, and of
+shared memory.
 
-    python tests/bench/bench_dataplane.py [--root DIR] [--total-mib 128] [--repeats 5]
+    python tests/bench/bench_dataplane.py [--root DIR] [--shm DIR] [--total-mib 128] [--repeats 5]
 
 `plain` writes and reads one file a block with open, pwrite or pread, and close: no header, checksum,
 temporary name, link or verification. Every reader reads from the page cache, so that the figures show the
@@ -23,6 +24,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from dataplane import Backend, Place, open_backend
+from dataplane.backends import shm_pool
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20}
 KEY = bytes(32)
@@ -118,6 +120,15 @@ def ways(
     ]
 
 
+def opened(folder: str, fsync: str, size_bytes: int, threads: int) -> Backend:
+    """A storage in an empty folder: shared memory where `fsync` is `shm`, else files."""
+    if fsync != "shm":
+        return open_backend("posix", {"root": folder, "fsync": fsync, "threads": str(threads)})
+    options = {"dir": folder, "slot_bytes": str(size_bytes), "pool": "bench", "threads": str(threads)}
+    shm_pool.make(options, "bench", "bench")
+    return open_backend("shm", options)
+
+
 def measure(
     root: str, size_bytes: int, total_bytes: int, repeats: int, fsync: str
 ) -> dict[str, tuple[Figures, Figures]]:
@@ -129,8 +140,9 @@ def measure(
     figures: dict[str, tuple[Figures, Figures]] = {}
     for _ in range(repeats):
         with folder(root) as first, folder(root) as second, folder(root) as third:
-            single = open_backend("posix", {"root": second, "fsync": fsync})
-            many = open_backend("posix", {"root": third, "fsync": fsync, "threads": "4"})
+            single, many = (
+                opened(at, fsync, size_bytes, threads) for at, threads in ((second, 1), (third, 4))
+            )
             for name, write, read in ways(Plain(first), single, many, places, blocks):
                 writes, reads = figures.setdefault(name, (Figures(), Figures()))
                 if write is not None:
@@ -144,17 +156,23 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description="GB/s of the POSIX backend beside plain system calls.")
     parser.add_argument("--root", default=tempfile.gettempdir(), help="folder on the file system to measure")
+    parser.add_argument("--shm", default="/dev/shm", help="folder of shared memory to measure")
     parser.add_argument("--total-mib", type=int, default=128, help="data written and read in each way")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {options.root}")
     print("GB/s, median (best); CPU time per block\n")
     print(f"{'block':7} {'fsync':5} {'write / read':35} {'write':>25} {'read':>25}")
-    for fsync, total_mib in (("none", options.total_mib), ("data", max(1, options.total_mib // 8))):
+    runs = [
+        (options.root, "none", options.total_mib),
+        (options.root, "data", max(1, options.total_mib // 8)),
+        (options.shm, "shm", options.total_mib),
+    ]
+    for root, fsync, total_mib in runs:
         for label, size_bytes in SIZES.items():
-            figures = measure(options.root, size_bytes, total_mib << 20, options.repeats, fsync)
+            figures = measure(root, size_bytes, total_mib << 20, options.repeats, fsync)
             for name, (writes, reads) in figures.items():
-                if fsync == "none" or not name.startswith(("plain", "(same)")):
+                if fsync != "data" or not name.startswith(("plain", "(same)")):
                     print(f"{label:7} {fsync:5} {name:35} {writes!s:>25} {reads!s:>25}")
             print()
 

@@ -17,6 +17,7 @@ from dataplane.service import Standing
 from dataplane.worker import Worker
 from metaservice.client.calls import shard_of_location
 from metaservice.client.results import LeaveResult
+from metaservice.core.model import VOLATILE_KINDS
 from metaservice.wire.schemas import StorageRef
 from tests.unit.dataplane_house import (
     DATA,
@@ -149,7 +150,7 @@ def test_what_cannot_be_opened_says_why(
 def test_only_volatile_kinds_have_pools() -> None:
     assert pools_of("posix") is None
     assert pools_of("nothing") is None
-    assert pools_of("shm") is not None
+    assert VOLATILE_KINDS and all(map(pools_of, VOLATILE_KINDS)), "the service and its workers mean the same"
     with pytest.raises(OpenFailed, match="has no pools"):
         PoolOwner(WorkerStats()).own(StorageRef(name="d", kind="posix", options={}), Standing("c1", "i1", 0))
 
