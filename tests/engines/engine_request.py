@@ -55,6 +55,8 @@ class FakeRequest:
         self.cache_salt = salt
         self.lora_request = adapter
         self.trace_headers = trace_headers
+        self.mm_features: tuple[object, ...] = ()
+        self.prompt_embeds = None
         self.block_hashes: list[bytes] = []
         self.status = Status.waiting
         self.num_prompt_tokens = len(prompt)

@@ -57,7 +57,7 @@ class Runner:
         self.memory = new_memory(shape, blocks)
         self.workers = list(workers)
         self._tokens: dict[str, list[int]] = {}
-        self._aggregator = Aggregator(max(1, len(workers)))
+        self._aggregator = Aggregator(shape.ranks)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """One step on every rank."""

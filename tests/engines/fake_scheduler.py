@@ -42,7 +42,7 @@ class FakeScheduler:
             in_flight_tokens_max=options.budget_tokens * options.depth,
             caching=options.caching,
         )
-        connector.bind_pool(self.tables.pool)
+        connector.bind_tables(self.tables)
         self.requests: dict[str, FakeRequest] = {}
         self.running: list[FakeRequest] = []
         self.waiting: deque[FakeRequest] = deque()

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_adapters.vllm.broker import Broker
-
 from engine_adapters.namespace import Namespace, Part
+from engine_adapters.vllm.broker import Broker
 from engine_adapters.vllm.mover import Mover
 from engine_adapters.vllm.rank import RankParts
 from engine_adapters.vllm.scheduler import SchedulerSide
@@ -89,14 +88,15 @@ class UcmEngine:
         self.wire = CutRelay(self.ground.port)
         quick = {
             "url": self.wire.url, "group": f"g-{self.group}", "engine": self.name, "timeout_ms": 2_000,
-            "lookup_wait_ms": 3_000, "load_wait_ms": 5_000, "save_wait_ms": 2_000, "lease_ms": 5_000,
+            "lookup_wait_ms": 3_000, "load_wait_ms": 5_000, "save_wait_ms": 2_000, "lease_ms": 3_000,
+            "write_ttl_ms": 3_000,
             "start_wait_ms": 5_000, "save_buffer_bytes": 1 << 20, "load_buffer_bytes": 1 << 20,
         }  # fmt: skip
         made = Settings(**{**quick, **self.settings})
         self.made_settings = made
         parts = parts_of(self.shape)
         flat = [part for rank in parts for part in rank]
-        self.broker = Broker(made, namespace_of(self.shape, **self.namespace), flat)
+        self.broker = Broker(made, namespace_of(self.shape, **{"tenant": self.group, **self.namespace}), flat)
         if self.start:
             self.broker.start()
             self.broker.wait_ready(made.start_wait_ms)
@@ -104,7 +104,7 @@ class UcmEngine:
         windows = tuple(window > 0 for window in self.shape.windows)
         cache = CacheShape(self.shape.block_tokens, windows, self.shape.ranks)
         self.side = SchedulerSide(made, cache, self.broker, NoSpans(), events=True)
-        self.face = OurScheduler(self.side)
+        self.face = OurScheduler(self.side, sync=made.load == "sync")
         self.workers: list[WorkerSide] = []
         self.pages: list[FakePages] = []
         self.counts: dict[str, Any] = {}
@@ -153,12 +153,16 @@ class UcmEngine:
 
     def settle(self, within_s: float = 10.0) -> None:
         """Until everything that was saved is at its end, and no lease is held."""
-        until(self._rested, within_s, f"rest: {self.side._saving.keys()}, {self.broker.leases_open()} leases")
+        until(
+            self._rested,
+            within_s,
+            f"rest: {self.side.outcomes.saves.keys()}, {self.broker.leases_open()} leases",
+        )
 
     def _rested(self) -> bool:
         """Reports come with steps: an idle engine is given empty ones, as vLLM's next request would be."""
         self.pump()
-        return not self.side._saving and not self.side._loading and not self.broker.leases_open()
+        return not self.side.outcomes.saves and not self.side.outcomes.loads and not self.broker.leases_open()
 
     def pump(self) -> None:
         """One step, with or without work."""

@@ -46,12 +46,17 @@ class Ground:
         self._thread = Thread(target=self._run, name="ground", daemon=True)
         self._thread.start()
         assert self._ready.wait(30), "the service did not start"
-        assert self._house is not None
-        self.port = self._house.port
+        self.port = self._running.port
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = Client(ClientConfig(url=self.url, timeout_ms=5_000))
         self.client.put_tenant("t")
         self._workers: list[tuple[Event, Thread, Client]] = []
+        self._closing: list[Thread] = []
+
+    @property
+    def _running(self) -> House:
+        assert self._house is not None
+        return self._house
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -64,8 +69,16 @@ class Ground:
             self._ready.set()
             await self._over.wait()
 
+    def later(self, act: Callable[[], None]) -> None:
+        """Do something that takes its time beside; `close` waits for it."""
+        thread = Thread(target=act, daemon=True)
+        thread.start()
+        self._closing.append(thread)
+
     def close(self) -> None:
         """Stop everything."""
+        for thread in self._closing:
+            thread.join(10)
         self.stop_workers()
         self.client.close()
         assert self._over is not None
@@ -112,8 +125,7 @@ class Ground:
         """What `look` finds in the leader's state."""
 
         async def now() -> T:
-            assert self._house is not None
-            return look(self._house.shard.state)
+            return look(self._running.shard.state)
 
         return asyncio.run_coroutine_threadsafe(now(), self._loop).result(10)
 

@@ -90,6 +90,11 @@ class Pool:
                 del self._cached[block.label]
             block.label = None
 
+    def forget_free(self) -> None:
+        """Forget all that nobody uses now, as much other work would make it."""
+        for block in self._free.values():
+            self.forget(block)
+
     def evict(self, numbers: Iterable[int]) -> None:
         """`forget`, by number: what a connector may do through the pool it was bound to."""
         for number in numbers:

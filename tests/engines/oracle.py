@@ -61,7 +61,7 @@ def block_keys(
     keys = []
     size = shape.block_tokens
     for at in range(start, len(tokens) - size + 1, size):
-        extra = f"{adapter}|{salt if at == 0 else ''}|{tokens[at : at + size]}"
+        extra = f"{adapter}|{salt if at == 0 else ''}|{list(tokens[at : at + size])}"
         parent = sha256(parent + extra.encode()).digest()
         keys.append(parent)
     return keys

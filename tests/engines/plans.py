@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tests.engines.engine_request import FakeRequest
+from tests.engines.kv_tables import Tables
 
 
 @dataclass
@@ -77,7 +78,7 @@ class SchedulerFace(Protocol):
 
     def has_pending_push_work(self) -> bool: ...
 
-    def bind_pool(self, pool: Any) -> None: ...
+    def bind_tables(self, tables: Tables) -> None: ...
 
 
 class WorkerFace(Protocol):
@@ -122,5 +123,5 @@ class NoConnector:
     def has_pending_push_work(self) -> bool:
         return False
 
-    def bind_pool(self, pool: Any) -> None:
+    def bind_tables(self, tables: Tables) -> None:
         pass

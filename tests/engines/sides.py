@@ -8,22 +8,22 @@ from engine_adapters.vllm.orders import StepOrders
 from engine_adapters.vllm.scheduler import SchedulerSide, Step
 from engine_adapters.vllm.worker import WorkerSide
 from tests.engines.engine_request import FakeRequest
-from tests.engines.kv_pool import Pool
+from tests.engines.kv_tables import Tables
 from tests.engines.plans import KvOutput, StepPlan
 
 
 class OurScheduler:
     """SchedulerFace over SchedulerSide."""
 
-    def __init__(self, side: SchedulerSide) -> None:
+    def __init__(self, side: SchedulerSide, *, sync: bool) -> None:
         self.side = side
+        self._sync = sync
         self.asked = 0
         self.steps = 0
-        self.tables: dict[str, tuple[list[int], ...]] = {}
-        self._pool: Pool | None = None
+        self._tables: Tables | None = None
 
-    def bind_pool(self, pool: Pool) -> None:
-        self._pool = pool
+    def bind_tables(self, tables: Tables) -> None:
+        self._tables = tables
 
     def on_new_request(self, request: FakeRequest) -> None:
         self.side.new_request(request)
@@ -48,6 +48,9 @@ class OurScheduler:
     def update_connector_output(self, output: KvOutput) -> None:
         if output.meta is not None:
             self.side.report(output.meta)
+        if output.invalid_blocks and self._sync:
+            assert self._tables is not None
+            self._tables.pool.evict(self.side.spoiled(output.invalid_blocks))
 
     def request_finished(self, request: FakeRequest, blocks: Sequence[Sequence[int]]) -> bool:
         return self.side.finished(request)
