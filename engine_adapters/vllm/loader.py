@@ -72,6 +72,10 @@ class Load:
         """Rows in all."""
         return len(self.order.blocks[0])
 
+    def done(self) -> bool:
+        """Whether no page may be copied any more."""
+        return self.over or self.ending
+
     def loaded(self) -> Loaded:
         """What is told of it when it is over."""
         return Loaded(
@@ -237,7 +241,7 @@ class Loader:
             if not self._load_rows(load, rows, buffers):
                 break
         with load.lock:
-            if load.over or load.ending:
+            if load.done():
                 return  # whoever ends it says what became of it
             if not load.reason:
                 load.blocks = load.asked
@@ -261,7 +265,7 @@ class Loader:
         self, load: Load, pages: Sequence[tuple[int, int, int]], buffers: list[memoryview]
     ) -> bool:
         """Load a batch; False when the load ends here."""
-        if load.over:
+        if load.done():
             return False
         while len(buffers) < len(pages):
             buffers.append(self._pages.allocate(max(self._sizes)))
@@ -275,7 +279,7 @@ class Loader:
             if row >= end:
                 return False
             with load.lock:
-                if load.over or load.ending:
+                if load.done():
                     return False
                 self._pages.scatter(group, block, view)
                 load.size_bytes += len(view)

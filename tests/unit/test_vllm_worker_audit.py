@@ -9,15 +9,8 @@ import pytest
 from dataplane.integrity import checksum_of
 from engine_adapters.vllm.audit import FileAudit, NoAudit, PageEntry, open_audit
 from engine_adapters.vllm.orders import StepOrders
-from tests.unit.vllm_worker_house import (
-    IDENTITY,
-    MemoryService,
-    content,
-    key_of,
-    load_order,
-    ranks_of,
-    save_order,
-)
+from tests.unit.vllm_memory_service import MemoryService, content, key_of
+from tests.unit.vllm_worker_house import IDENTITY, load_order, ranks_of, save_order
 
 
 def entries(path: Path) -> list[PageEntry]:

@@ -11,14 +11,12 @@ import pytest
 
 from engine_adapters.vllm.orders import NO_BLOCK, LoadOrder
 from metaservice.client import Places
+from tests.unit.vllm_memory_service import PAGE_BYTES, MemoryService, key_of
 from tests.unit.vllm_worker_house import (
     GARBAGE,
-    PAGE_BYTES,
     Gate,
-    MemoryService,
     Rank,
     eventually,
-    key_of,
     load_order,
     ranks_of,
     save_order,

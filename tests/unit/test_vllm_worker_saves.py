@@ -4,22 +4,15 @@ import random
 import time
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from engine_adapters.vllm.orders import NO_BLOCK, Identity, SaveOrder
-from metaservice.wire.schemas import WriteOutcome
+from tests.unit.vllm_memory_service import PAGE_BYTES, MemoryService, key_of
 from tests.unit.vllm_worker_house import (
     BLOCKS,
-    PAGE_BYTES,
     Gate,
-    MemoryService,
-    Rank,
-    content,
     eventually,
-    key_of,
-    load_order,
     ranks_of,
     save_order,
     step,
@@ -31,15 +24,6 @@ def service(tmp_path: Path) -> MemoryService:
     return MemoryService(tmp_path, ["tp0"])
 
 
-def holds_only_right_bytes(service: MemoryService) -> int:
-    """How many blocks serve; each holds what its key stands for."""
-    serving = [key for instance, key in list(service.blocks) if service.serves(key, instance)]
-    for key in serving:
-        for part in service.parts:
-            assert service.stored(key, part) == content(key, part)
-    return len(serving)
-
-
 def test_what_was_computed_is_stored_and_told_once(service: MemoryService) -> None:
     with ranks_of(service) as (rank,):
         order = rank.compute(save_order("s1", range(5), range(10, 15)))
@@ -49,7 +33,7 @@ def test_what_was_computed_is_stored_and_told_once(service: MemoryService) -> No
         assert (saved.dropped, saved.reason, saved.size_bytes) == (0, "", 5 * PAGE_BYTES)
         assert saved.tier == "posix"
         assert 0 < saved.began_ns <= saved.ended_ns
-        assert holds_only_right_bytes(service) == 5
+        assert service.holds_only_right_bytes() == 5
         assert rank.gathered == ["s1"]
         again = rank.compute(save_order("s2", range(3, 7), range(20, 24)))
         rank.step(step(saves=(again,)))
@@ -66,7 +50,7 @@ def test_many_saves_of_a_step_are_one_session(service: MemoryService) -> None:
         rank.step(step(saves=tuple(orders)))
         assert len(rank.saves_over(20)) == 20
         assert service.calls == ["start", "finish"]
-        assert holds_only_right_bytes(service) == 20
+        assert service.holds_only_right_bytes() == 20
 
 
 def test_a_long_save_goes_in_sessions_that_fit_the_buffers(service: MemoryService) -> None:
@@ -76,7 +60,7 @@ def test_a_long_save_goes_in_sessions_that_fit_the_buffers(service: MemoryServic
         (saved,) = rank.saves_over(1)
         assert saved.published == tuple(order.keys)
         assert rank.pages.allocated <= 8 * PAGE_BYTES
-        assert holds_only_right_bytes(service) == 50
+        assert service.holds_only_right_bytes() == 50
 
 
 # ------------------------------------------------------------------------------------------ preemption
@@ -105,7 +89,7 @@ def test_row17_no_page_is_copied_once_preempted_returned(service: MemoryService)
         assert [block for _, block in rank.pages.gathered] == [10, 11, 12]
         assert rank.gathered == ["s"]
         assert saved.published == (key_of(0), key_of(1))
-        assert holds_only_right_bytes(service) == len(saved.published)
+        assert service.holds_only_right_bytes() == len(saved.published)
 
 
 def test_row17_a_save_in_the_queue_is_given_up_at_once(service: MemoryService) -> None:
@@ -124,7 +108,7 @@ def test_row17_a_save_in_the_queue_is_given_up_at_once(service: MemoryService) -
         gate.open()
         saved = {one.save: one for one in rank.saves_over(2)}
         assert saved["s1"].published and not saved["s2"].published and saved["s2"].dropped == 2
-        assert holds_only_right_bytes(service) == 1
+        assert service.holds_only_right_bytes() == 1
 
 
 def test_row19_what_a_preempted_request_saves_later_is_its_own_affair(service: MemoryService) -> None:
@@ -177,7 +161,7 @@ def test_row17_nothing_stored_is_ever_of_a_block_that_was_taken_back(
         assert len({one.save for one in rank.saved}) == saves, f"seed {seed}"
         assert sorted(rank.gathered) == sorted(f"s{n}" for n in range(saves)), f"seed {seed}"
         published = sum(len(one.published) for one in rank.saved)
-        assert published == holds_only_right_bytes(service), f"seed {seed}"
+        assert published == service.holds_only_right_bytes(), f"seed {seed}"
         assert rank.side._saver._buffers.used == 0
 
 
@@ -199,7 +183,7 @@ def test_urgent_pages_are_copied_before_the_next_step(service: MemoryService) ->
         rank.pages.spoil(range(40, 45))
         saved = {one.save: one for one in rank.saves_over(2)}
         assert len(saved["s2"].published) == 5 and len(saved["s1"].published) == 30
-        assert holds_only_right_bytes(service) == 35
+        assert service.holds_only_right_bytes() == 35
 
 
 def test_an_urgent_save_without_room_is_dropped_not_waited_for(service: MemoryService) -> None:
@@ -219,7 +203,7 @@ def test_an_urgent_save_without_room_is_dropped_not_waited_for(service: MemorySe
         saved = {one.save: one for one in rank.saves_over(2)}
         assert saved["s2"].dropped == 3 and saved["s2"].reason == "no_buffer"
         assert len(saved["s1"].published) == 8, "the ordinary save goes on where it was"
-        assert holds_only_right_bytes(service) == 8
+        assert service.holds_only_right_bytes() == 8
 
 
 # ------------------------------------------------------------------------------------- what is dropped
@@ -266,7 +250,7 @@ def test_a_block_that_is_not_in_every_group_is_not_saved(tmp_path: Path) -> None
         rank.step(step(saves=(rank.compute(order),)))
         (saved,) = rank.saves_over(1)
         assert saved.published == (order.keys[0], order.keys[2]) and saved.reason == "no_block"
-        assert holds_only_right_bytes(service) == 2
+        assert service.holds_only_right_bytes() == 2
 
 
 def test_saves_of_an_engine_that_is_not_registered_are_dropped(service: MemoryService) -> None:
@@ -438,173 +422,3 @@ def test_row18_nothing_is_told_of_a_request_that_nobody_waits_for(service: Memor
         results = rank.step(step(), {"r", "unknown"})
         assert not (results.sent or results.received or results.failed)
         assert rank.step(step(awaited=("nothing-saved",)), {"nothing-saved"}).sent == {"nothing-saved"}
-
-
-# ------------------------------------------------------------------------------------------ several ranks
-
-
-@pytest.fixture
-def wide(tmp_path: Path) -> MemoryService:
-    return MemoryService(tmp_path, ["tp0", "tp1"])
-
-
-def both(ranks: list[Rank], *orders: SaveOrder, **more: Any) -> None:
-    for rank in ranks:
-        rank.step(step(saves=tuple(rank.compute(order) for order in orders), **more))
-
-
-def test_row2_a_block_of_two_ranks_serves_with_the_second_finish(wide: MemoryService) -> None:
-    with ranks_of(wide, world=2) as ranks:
-        gate = Gate()
-        ranks[1].mover.before_write = gate
-        both(ranks, save_order("s", [1, 2, 3], [1, 2, 3]))
-        (first,) = ranks[0].saves_over(1)
-        assert (first.published, first.dropped, first.size_bytes) == ((), 0, 3 * PAGE_BYTES)
-        assert ranks[0].counts["pending_blocks"] == 3 and not wide.serves(key_of(1))
-        gate.open()
-        (second,) = ranks[1].saves_over(1)
-        assert second.published == (key_of(1), key_of(2), key_of(3))
-        assert len(wide.sessions) == 1 and holds_only_right_bytes(wide) == 3
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_row17_a_rank_that_drops_a_save_lets_the_others_go(wide: MemoryService, first: int) -> None:
-    """Its session is given up: whoever comes first, the keys are free for the next writer."""
-    with ranks_of(wide, world=2) as ranks:
-        slow, other = Gate(), Gate()
-        ranks[1].pages.before_gather = slow
-        if first == 1:
-            ranks[0].pages.before_gather = other
-        both(ranks, save_order("s0", [9], [9], request="q"))
-        both(ranks, save_order("s", [1, 2], [1, 2]))
-        assert slow.reached.wait(5)
-        if first == 0:
-            ranks[0].saves_over(2)
-        ranks[1].side.preempted(step(preempted=("r",)))
-        slow.open()
-        saved = ranks[1].saves_over(2)[0]
-        assert (saved.save, saved.reason, saved.dropped) == ("s", "preempted", 2)
-        eventually(lambda: ("i", key_of(1)) not in wide.blocks and "abort" in wide.calls)
-        other.open()
-        ranks[0].saves_over(2)
-        assert not wide.serves(key_of(1)) and not wide.serves(key_of(2))
-        both(ranks, save_order("s2", [1, 2], [1, 2], request="q"))
-        for rank in ranks:
-            rank.saves_over(3)
-        assert holds_only_right_bytes(wide) == 3
-
-
-def test_one_rank_copies_less_than_the_other(wide: MemoryService) -> None:
-    with ranks_of(wide, world=2) as ranks:
-
-        def fault(block: int) -> None:
-            if block == 2:
-                raise RuntimeError("this page cannot be read")
-
-        ranks[1].pages.before_gather = fault
-        both(ranks, save_order("s", [1, 2, 3], [1, 2, 3]))
-        for rank in ranks:
-            rank.saves_over(1)
-        assert wide.serves(key_of(1)) and holds_only_right_bytes(wide) == 1
-        assert set(wide.blocks) == {("i", key_of(1))}, "what a rank lacks is free at once"
-
-
-def test_rows_that_no_rank_can_deliver_are_told_once(tmp_path: Path) -> None:
-    service = MemoryService(tmp_path, ["g0-tp0", "g1-tp0", "g0-tp1", "g1-tp1"])
-    with ranks_of(service, world=2, groups=2) as ranks:
-        order = save_order("s", [1, 2], [1, 2], groups=2)
-        order = SaveOrder("s", "r", "i", order.keys, None, ((1, 2), (NO_BLOCK, 2)))
-        both(ranks, order)
-        saved = [one for rank in ranks for one in rank.saves_over(1)]
-        assert [one.dropped for one in saved] == [1, 1] and {one.reason for one in saved} == {"no_block"}
-        assert {key for one in saved for key in one.published} == {key_of(2)}
-        assert holds_only_right_bytes(service) == 1
-
-
-def test_a_tainted_step_is_not_stored_by_any_rank(wide: MemoryService) -> None:
-    """One rank's synchronous load fails; the other does not know, and computes from the same garbage."""
-    with ranks_of(wide, world=2, load="sync") as ranks:
-        places = wide.put([key_of(1), key_of(2)])
-        wide.path(key_of(2), "tp1").unlink()
-        load = load_order(places, [1, 2], sync=True)
-        order = save_order("s1", [3], [3])
-        for rank in ranks:
-            rank.step(step(loads=(load,), saves=(rank.compute(order),)))
-        assert [rank.loaded[0].blocks for rank in ranks] == [2, 1]
-        assert ranks[1].side.load_errors() == {2} and not ranks[0].side.load_errors()
-        (saved,) = ranks[1].saves_over(1)
-        assert (saved.dropped, saved.reason) == (1, "tainted")
-        ranks[0].saves_over(1)
-        eventually(lambda: ("i", key_of(3)) not in wide.blocks)
-        assert [report.failures for report in ranks[1].reports if report.failures] == [{1: 1}]
-        # a step that was decided before the scheduler knew
-        both(ranks, save_order("s2", [4], [4]))
-        assert ranks[1].saves_over(2)[1].reason == "tainted"
-        ranks[0].saves_over(2)
-        both(ranks, save_order("s3", [5], [5]), failures_seen={1: 1})
-        for rank in ranks:
-            rank.saves_over(3)
-        assert wide.serves(key_of(5)) and not wide.serves(key_of(3)) and not wide.serves(key_of(4))
-
-
-def test_the_session_of_a_block_others_hold_is_not_given_up(wide: MemoryService) -> None:
-    """Nothing to write means no session, on every rank."""
-    wide.put([key_of(1)])
-    with ranks_of(wide, world=2) as ranks:
-        both(ranks, save_order("s", [1], [1]))
-        for rank in ranks:
-            assert rank.saves_over(1)[0].present == (key_of(1),)
-        assert wide.calls == ["start", "start"]
-        assert next(iter(wide.answers.values())).outcomes == bytes([WriteOutcome.present])
-
-
-# ------------------------------------------------------------------------------------------------ the end
-
-
-@pytest.mark.parametrize("where", ["copy", "start", "write", "finish"])
-def test_shutdown_is_bounded_wherever_a_save_hangs(service: MemoryService, where: str) -> None:
-    with ranks_of(service) as (rank,):
-        gate = Gate()
-        if where == "copy":
-            rank.pages.before_gather = gate
-        elif where == "write":
-            rank.mover.before_write = gate
-        else:
-            service.before[where] = gate
-        rank.step(step(saves=(rank.compute(save_order("s", range(9), range(1, 10))),)))
-        assert gate.reached.wait(5)
-        stopping = Thread(target=rank.side.shutdown)
-        began = time.monotonic()
-        stopping.start()
-        if where == "copy":
-            time.sleep(0.05)
-            gate.open()  # a device that does not answer is the engine's end anyway
-        stopping.join(5)
-        assert time.monotonic() - began < 2.5 and not stopping.is_alive()
-        gate.open()
-
-
-def test_shutdown_finishes_what_is_written_and_gives_up_the_rest(service: MemoryService) -> None:
-    with ranks_of(service) as (rank,):
-        gate = Gate()
-        rank.mover.before_write = gate
-        order = rank.compute(save_order("s", range(20), range(1, 21)))
-        rank.step(step(saves=(order,)))
-        assert gate.reached.wait(5)
-        stopping = Thread(target=rank.side.shutdown)
-        stopping.start()
-        eventually(rank.side._saver._stopping.is_set)
-        gate.open()
-        stopping.join(5)
-        (saved,) = rank.saves_over(1)
-        assert len(saved.published) == 8 and saved.dropped == 12 and saved.reason == "stopped"
-        assert holds_only_right_bytes(service) == 8
-        assert len(service.blocks) == 8
-
-
-def test_settings_that_hold_no_block_are_refused(service: MemoryService) -> None:
-    text = r"save_buffer_bytes.*one block of this model takes 96 bytes"
-    with pytest.raises(ValueError, match=text), ranks_of(service, save_buffer_bytes=95):
-        pass
-    with pytest.raises(ValueError, match="load_buffer_bytes"), ranks_of(service, load_buffer_bytes=95):
-        pass
