@@ -22,8 +22,8 @@ def arguments() -> argparse.ArgumentParser:
     """The command line. Each field of `WorkerOptions` is an option."""
     parser = argparse.ArgumentParser(
         prog="ucm-meta worker",
-        description="Delete the bytes that the service names, sweep up those that it does not know, and own the "
-        "shared memory of storages of kind shm: for these give the worker a name that stays.",
+        description="Delete the bytes that the service names, sweep up those that it does not know, and own "
+        "the shared memory of storages of kind shm: for these give the worker a name that stays.",
         allow_abbrev=False,
     )
     add = parser.add_argument

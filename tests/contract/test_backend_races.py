@@ -114,25 +114,32 @@ def _endless(location: int, size_bytes: int) -> Place:
 def test_readers_see_all_or_nothing_while_a_place_comes_and_goes(storage: Storage, tmp_path: Path) -> None:
     writer, reader = (storage.open(tmp_path) for _ in range(2))
     over = threading.Event()
+    times = 0
 
     def come_and_go() -> None:
-        for _ in range(300):
+        nonlocal times
+        while times < 300 or not over.is_set():
             writer.write(PLACE, DATA)
             writer.delete(PLACE)
-        over.set()
+            times += 1
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
     seen = {"all": 0, "missing": 0}
-    while not over.is_set():
-        try:
-            assert reader.read(PLACE) == DATA
-            seen["all"] += 1
-        except ReadRefused as read:
-            assert read.reason == "missing"
-            seen["missing"] += 1
+    try:
+        while thread.is_alive():
+            try:
+                assert reader.read(PLACE) == DATA
+                seen["all"] += 1
+            except ReadRefused as read:
+                assert read.reason == "missing"
+                seen["missing"] += 1
+            if sum(seen.values()) > 300:
+                over.set()
+    finally:
+        over.set()
     thread.join()
-    assert sum(seen.values()) > 50
+    assert sum(seen.values()) > 300
     writer.close()
     reader.close()
 
