@@ -46,8 +46,8 @@ def hit_rate(rows: Iterable[Row]) -> float:
     loaded = possible = 0
     for row in rows:
         loaded += row.loaded
-        possible += max(0, row.possible - row.local)
-    return min(1.0, loaded / possible) if possible else 1.0
+        possible += row.possible - row.local
+    return min(1.0, loaded / possible) if possible > 0 else 1.0
 
 
 def wrong(rows: Iterable[Row], baseline: Mapping[str, Sequence[int]]) -> list[Row]:

@@ -67,11 +67,11 @@ def plan(documents: Documents) -> Plan:
         steady=documents.some(66, shared),
         engine_kill=[ask(document) for document in killing],
         after_engine_kill=documents.some(48, shared + first),
-        after_leader_kill=documents.some(72, shared + second),
+        after_leader_kill=documents.some(120, shared + second),
         after_restart=documents.some(18, shared),
         bypassed=documents.some(6, shared),
         unbypassed=documents.some(6, shared),
         outage=documents.some(30, shared),
         after_outage=documents.some(12, shared),
-        damage=[ask(document) for document in shared[::-1]],
+        damage=[ask(document) for document in shared[:-13:-1]],
     )

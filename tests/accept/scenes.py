@@ -32,7 +32,7 @@ HEARD_S = 1.0
 BACK_TIMEOUT_S = 30.0
 OUTAGE_S = 10.0
 OUTAGE_EVERY_S = 0.4
-LEADER_EVERY_S = 0.15
+LEADER_EVERY_S = 0.25
 """From the leader's kill on requests come no faster: a fleet that hurried through all of them while nobody
 leads, or waited until somebody does, would say nothing."""
 LEASES_GONE_S = 3.0

@@ -8,8 +8,7 @@ from typing import Any
 
 from metaservice.cli.local.cluster import LocalCluster
 from metaservice.cli.local.process import LocalProcess, until
-from metaservice.cli.local.replicas import LocalReplica, ask
-from metaservice.cli.local.topology import LIMITS, SETTINGS
+from metaservice.cli.local.replicas import LocalReplica, Settings, ask
 from metaservice.client import Client, ClientConfig, ClientError
 
 TENANT = "accept-tenant"
@@ -20,8 +19,23 @@ QUOTA_BYTES = 1 << 30
 MEMORY_BYTES = 32 << 20
 """Less than the blocks of a run take: the group's storages are filled in order, so both are used."""
 SLOT_BYTES = 1 << 20
-LEASE_MS = LIMITS["lease_ms_max"]
-WRITE_TTL_MS = LIMITS["write_ttl_ms"]
+LEAD_TTL_MS = 3_000
+LEASE_MS = 5_000
+WRITE_TTL_MS = 2 * LEAD_TTL_MS
+SETTINGS: Settings = {
+    "lead_ttl_ms": LEAD_TTL_MS,
+    "staleness_ms_max": 1_000,
+    "write_ttl_ms_min": WRITE_TTL_MS,
+    "write_ttl_ms_default": WRITE_TTL_MS,
+    "late_write_ms": 1_500,
+    "lease_ms_max": LEASE_MS,
+    "reclaim_delay_ms": LEAD_TTL_MS + 1_000,
+    "task_ttl_ms": 5_000,
+    "high_permille": 1_000,
+    "low_permille": 990,
+}
+"""Times are shorter than a fleet would have them, for the run waits for some of them. A storage is filled to
+the brim: the small one is to spill over, not to evict what nobody else has."""
 WORKER_OPTIONS = {"sweep-ms": 1_000, "safe-age-ms": WRITE_TTL_MS + 8_000, "backoff-ms-max": 500}
 OPERATOR_TIMEOUT_MS = 15_000
 TAKEN_OVER_TIMEOUT_S = 60.0
