@@ -88,12 +88,13 @@ class Choices(Reads):
 
     def usable(self, row: InstanceRow) -> list[str]:
         """The storages that new blocks of an instance may go to, in order."""
-        return [
-            name
-            for name in self.state.groups[row.group].storages
-            if self.mode(SwitchScope.storage, name) == SwitchMode.normal
-            and (name in self.state.pools or not self.volatile(name))
-        ]
+        return [name for name in self.state.groups[row.group].storages if self.takes(name)]
+
+    def takes(self, name: str) -> bool:
+        """Whether new blocks may go to a storage."""
+        return self.mode(SwitchScope.storage, name) == SwitchMode.normal and (
+            name in self.state.pools or not self.volatile(name)
+        )
 
     def volatile(self, name: str) -> bool:
         """Whether the storage's bytes are gone with the worker that holds them."""

@@ -45,6 +45,10 @@ class Bytes:
         self._heap = heap
         self.disk: dict[Place, dict[str, Content]] = {}
         self.owners: dict[Place, Owner] = {}
+        self.pools: dict[Place, str] = {}
+        """The pool of a place in a volatile storage, as its writer was told."""
+        self.dead: set[str] = set()
+        """Pools whose worker is another process by now."""
         self.promises: list[Promise] = []
         self.reads = 0
         self.deleted = 0
@@ -55,6 +59,16 @@ class Bytes:
         if known != owner:
             raise Violation(f"I3: {place} belongs to {known} and was given to {owner} as well")
 
+    def lost(self, place: Place) -> bool:
+        """Whether the place is in memory that is gone: nobody can write or read it, and everybody knows."""
+        return self.pools.get(place) in self.dead or self.pools.get(place) == ""
+
+    def bury(self, pool: str) -> None:
+        """A worker's process is over."""
+        self.dead.add(pool)
+        for place in [place for place in self.disk if self.pools.get(place) == pool]:
+            del self.disk[place]
+
     def write(self, place: Place, owner: Owner, part: str, content: Content) -> None:
         """A writer writes; perhaps long after its session is over: that place is nobody else's, ever."""
         if self.owners.get(place) != owner:
@@ -64,6 +78,8 @@ class Bytes:
     def read(self, places: Iterable[Place], parts: tuple[str, ...], contents: Iterable[Content]) -> None:
         """A reader reads what it was told of: every part is there, whole, and of the block it asked for."""
         for place, content in zip(places, contents, strict=True):
+            if self.lost(place):
+                continue  # it cannot be opened: a miss
             self.reads += 1
             found = self.disk.get(place, {})
             for part in parts:

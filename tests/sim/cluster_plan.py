@@ -6,7 +6,7 @@ from random import Random
 from typing import NamedTuple
 
 from .cluster_net import Host
-from .cluster_setting import HISTORY_MS, TTL_MS
+from .cluster_setting import HISTORY_MS, TTL_MS, volatile_of
 from .cluster_world import HOUR_MS, World
 
 
@@ -45,6 +45,9 @@ def plan(seed: int) -> list[Act]:
         ]
         if rng.random() < 0.3:
             acts += [Act(rng.randint(0, HISTORY_MS), "snapshot", rng.getrandbits(32)) for _ in range(4)]
+    if volatile_of(seed):  # its bytes come and go with workers
+        count = rng.randint(2, 5)
+        acts += [Act(rng.randint(0, HISTORY_MS), "worker", rng.getrandbits(32)) for _ in range(count)]
     return sorted(acts)
 
 

@@ -17,6 +17,7 @@ TIMEOUT_MS = 150
 STALENESS_MS_MAX = 400
 POLL_MS = 160
 TICK_MS = 100
+VOLATILE_PART = 0.35
 HISTORY_MS = 5_000
 """How long clients act and faults happen."""
 
@@ -51,18 +52,26 @@ def chain(deployment: Deployment, rng: Random) -> list[bytes]:
     return [family + key[:-1] for key in deployment.chain(rng.choice(NAMES))]
 
 
+def volatile_of(seed: int) -> str:
+    """Which storage of a seed's cluster is volatile, '' for none: a third of them have one."""
+    rng = Random(f"volatile {seed}")  # apart, so that the other histories are what they were
+    return rng.choice(("s0", "s1", "s1")) if rng.random() < VOLATILE_PART else ""
+
+
 class Setting:
     """What a seed decides before anything happens."""
 
-    def __init__(self, rng: Random, shards: int) -> None:
+    def __init__(self, rng: Random, shards: int, volatile: str = "") -> None:
+        """`volatile`: which of the storages is one, '' for none."""
         self.shards = shards
+        self.volatile = volatile
         self.limits = LIMITS
         low, high = (10, 30) if rng.random() < 0.6 else (24, 90)
         self.tenants = [PutTenant(tenant="t0", quota=self.quota(rng, low, high))]
         self.storages = [
             PutStorage(
                 storage=name,
-                kind="posix",
+                kind="shm" if name == volatile else "posix",
                 options={"root": f"/{name}"},
                 capacity_bytes=rng.randint(20 * low, 20 * high) if rng.random() < 0.5 else None,
             )

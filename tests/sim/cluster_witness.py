@@ -298,6 +298,14 @@ class Witness:
                 raise Violation(f"I3: slot {slot} of shard {history.shard} is gone: {copy}")
             copy.state = GONE
 
+    def pool_changed(self, history: History, event: ev.PoolChanged) -> None:
+        """PoolChanged: whatever was in the storage is gone."""
+        for copy in history.at.values():
+            if copy.storage == event.storage and copy.state != GONE:
+                if copy.state != DELETING:
+                    self.free(history, copy)
+                copy.state = GONE
+
 
 _HANDLE: dict[type, Callable[[Witness, History, Any], None]] = {
     ev.TookOver: Witness.took_over,
@@ -311,4 +319,5 @@ _HANDLE: dict[type, Callable[[Witness, History, Any], None]] = {
     ev.SessionEnded: Witness.session_ended,
     ev.BlocksRemoved: Witness.blocks_removed,
     ev.LocationsGone: Witness.locations_gone,
+    ev.PoolChanged: Witness.pool_changed,
 }

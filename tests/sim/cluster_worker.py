@@ -26,14 +26,18 @@ class Worker(Caller):
     def __init__(self, world: "World", name: str, rng: Random) -> None:
         super().__init__(world, name, rng)
         self.incarnation = ""
+        self.storages: tuple[str, ...] = ()
         self.diligent = False
         """Whether it deletes at once."""
 
     def start(self) -> None:
-        """A new process with a new incarnation."""
+        """A new process with a new incarnation. What the one before had in memory is gone."""
+        if self.incarnation:
+            self.world.bytes.bury(self.incarnation)
         if self.up and self.incarnation:
             self.down()
         self.up = True
+        self.storages = self.world.storages
         self.incarnation = f"{self.name}.{self.life}"
         self._register()
         self.after(self.rng.randint(1, 400), self._beat)
@@ -41,15 +45,18 @@ class Worker(Caller):
             self.after(self.rng.randint(1, TAKE_MS), self._take, shard)
 
     def _register(self) -> None:
-        storages = self.world.storages
-        command = cmd.RegisterWorker(worker=self.name, incarnation=self.incarnation, storages=storages)
+        command = cmd.RegisterWorker(worker=self.name, incarnation=self.incarnation, storages=self.storages)
         self.ask(0, command, self._registered)
 
     def _registered(self, result: Answered | None, _: int) -> None:
         if result is None:
             self._register()
         elif isinstance(result.reply, Rejection) and result.reply.code == "incarnation_retired":
-            self.start()  # a late message of an earlier life came after ours
+            self.start()  # a late message of an earlier life came after ours, or our pool is gone
+        elif isinstance(result.reply, Rejection) and result.reply.code == "storage_owned":
+            volatile = self.world.setting.volatile
+            self.storages = tuple(name for name in self.world.storages if name != volatile)
+            self._register()
 
     def _beat(self) -> None:
         command = cmd.Heartbeat(kind="worker", id=self.name, incarnation=self.incarnation)

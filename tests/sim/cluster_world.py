@@ -8,7 +8,7 @@ from typing import Any
 from metaservice.core import commands as cmd
 from metaservice.core.machine import Machine
 from metaservice.core.model import LocationState
-from metaservice.core.replies import Looked
+from metaservice.core.replies import Located, Looked
 from metaservice.replica.role import Judge
 
 from .cluster_bytes import Bytes
@@ -18,7 +18,7 @@ from .cluster_net import Net
 from .cluster_operator import Operator
 from .cluster_replica import Replica, judges
 from .cluster_seat import Answered, Seat
-from .cluster_setting import Setting
+from .cluster_setting import Setting, volatile_of
 from .cluster_store import Store
 from .cluster_time import DRIFT_PERMILLE, Clock, Heap
 from .cluster_witness import DELETING, GONE, SERVING, WRITING, Place, Witness
@@ -44,7 +44,7 @@ class World:
     def __init__(self, seed: int) -> None:
         rng = self.rng = Random(seed)
         self.shards = rng.choice((1, 1, 1, 2, 3))
-        self.setting = Setting(rng, self.shards)
+        self.setting = Setting(rng, self.shards, volatile_of(seed))
         self.eager = rng.random() < 0.3
         """Commands are decided while a batch is on its way, not only when it is through."""
         self.page = rng.choice((2, 64, 64))
@@ -167,6 +167,8 @@ class World:
         first answer for as long as the lease lives, whatever became of the blocks."""
         if not isinstance(command, cmd.Lookup) or not isinstance(reply, Looked) or reply.located is None:
             return
+        if self.setting.volatile:
+            self._told_of_pools(seat, reply.located)
         if reply.lease is not None and command.request_id:
             if reply.lease in self._leases:
                 return
@@ -178,6 +180,17 @@ class World:
                     f"I2: {seat.replica.name} leads shard {seat.shard} in epoch "
                     f"{seat.pipeline.epoch if seat.pipeline else 0} and names {place}: {copy}"
                 )
+
+    def _told_of_pools(self, seat: Seat, located: Located) -> None:
+        """A place is named in the pool in which it was given, and in no other."""
+        assert seat.pipeline is not None
+        storages = seat.pipeline.machine.state.storage_of
+        rows = zip(located.locations, located.generations, located.storages, strict=True)
+        for location, generation, number in rows:
+            told = storages[number].told().get("pool")
+            known = self.bytes.pools.get((location, generation), told)
+            if told != known:
+                raise Violation(f"I2: {(location, generation)} is in pool {known}, not in {told!r}")
 
     def named(self, result: Answered, shard: int, keys: list[bytes], places: list[Place]) -> None:
         """A reader was told of these places for these keys: they were readable when the answer was true."""

@@ -61,6 +61,11 @@ class Writing:
                 self.keys[location, generation] = key
         for place in self.keys:
             self.world.bytes.give(place, self.owner)
+        for location, generation, storage in zip(
+            reply.locations, reply.generations, reply.storages, strict=True
+        ):
+            if generation and storage in reply.pools:
+                self.world.bytes.pools.setdefault((location, generation), reply.pools[storage])
         self.until_ms = self.first_sent_ms + int(reply.ttl_ms * CAREFUL)
         slow = self.rng.random()
         step_ms = 2 if slow < 0.7 else self.rng.randint(40, 400)
@@ -77,6 +82,9 @@ class Writing:
             self.keys = {}
             return  # the session is over for all we know: nobody will read what we wrote
         place, *rest = left
+        if self.world.bytes.lost(place):
+            self.keys = {}
+            return  # a writer that cannot write says nothing more, or that it failed
         content = Content(self.deployment.name, self.keys[place])
         for part in self.parts:
             self.world.bytes.write(place, self.owner, part, content)

@@ -104,11 +104,13 @@ class Passing(Catalogue):
         return {scope: (row[0], row[1]) for scope, row in uses.items()}
 
     def shrink(self, now_ms: int) -> None:
-        """What is above its high watermark comes down to the low one, as far as candidates allow."""
+        """What is above its high watermark comes down to the low one, as far as candidates allow; a storage
+        not while all who fill it have another behind it that is not above its own."""
+        uses = self.live_uses()
         pressed = [
             scope
-            for scope, used in self.live_uses().items()
-            if self.above(scope, self.watermarks(scope)[0], used)
+            for scope, used in uses.items()
+            if self.above(scope, self.watermarks(scope)[0], used) and not self.spills(scope, uses)
         ]
         before = (self.state.copies, self.memory.used_ms, self.memory.own_ms, self.victims)
         wrong: Violation | None = None
@@ -125,6 +127,25 @@ class Passing(Catalogue):
                 return
         if wrong is not None:
             raise wrong
+
+    def spills(self, scope: Scope, uses: dict[Scope, tuple[int, int]]) -> bool:
+        """Whether what is new goes to a later storage of every group that fills this one."""
+        kind, name = scope
+        if kind != SwitchScope.storage:
+            return False
+        behind = [
+            group.storages[group.storages.index(name) + 1 :]
+            for group in self.state.groups.values()
+            if name in group.storages
+        ]
+        return bool(behind) and all(any(self.has_room(one, uses) for one in order) for order in behind)
+
+    def has_room(self, storage: str, uses: dict[Scope, tuple[int, int]]) -> bool:
+        """Whether a storage takes new blocks and is below its high watermark."""
+        scope = (SwitchScope.storage, storage)
+        limit = self.quota(scope).bytes
+        below = limit is None or uses[scope][0] < limit * self.watermarks(scope)[0] // 1000
+        return below and self.takes(storage)
 
     def shrink_each(self, scopes: tuple[Scope, ...], now_ms: int) -> None:
         """One scope after the other; which is first is the machine's choice."""
