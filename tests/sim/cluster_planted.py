@@ -188,13 +188,6 @@ def grant_taken_twice() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def pool_kept_from_shards() -> Iterator[None]:
-    """Data shards do not hear that a pool is gone."""
-    with patch.object(ev, "SPREAD", ev.SPREAD - {ev.PoolChanged}):
-        yield
-
-
 PLANTED: dict[str, Planted] = {
     bug.__name__: bug
     for bug in (
@@ -210,7 +203,6 @@ PLANTED: dict[str, Planted] = {
         grant_used_before_durable,
         return_counted_before_durable,
         grant_taken_twice,
-        pool_kept_from_shards,
         planted.visible_before_durable,
         planted.quota_checked_after,
         planted.sessions_not_extended,
