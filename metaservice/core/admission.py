@@ -186,6 +186,8 @@ def watermark_victims(state: State, memory: Memory, count_max: int) -> list[int]
         over_blocks = not may_grow[1] and usage.excess_blocks(high) > 0
         if not (over_bytes or over_blocks):
             continue  # its slice is nearly full, the limit is not
+        if usage.scope is SwitchScope.storage and _spills(state, memory, state.storages[usage.id]):
+            continue  # what is new goes to the next one: nothing has to go for it
         tables = list(tables_of(state, usage))
         storage = state.storages[usage.id].number if usage.scope is SwitchScope.storage else None
         blocks = 0 if may_grow[1] else usage.excess_blocks(low) - freed.blocks(usage)
@@ -199,6 +201,25 @@ def watermark_victims(state: State, memory: Memory, count_max: int) -> list[int]
             freed.add(victim)
         plan.close()
     return plan.victims
+
+
+def _spills(state: State, memory: Memory, storage: Storage) -> bool:
+    """Whether everybody who fills this storage has another behind it that has room. A small fast storage
+    before a large one stays full then, and nothing is evicted while the large one is empty."""
+    orders = [group.storages for group in state.groups.values() if storage.id in group.storages]
+    return bool(orders) and all(
+        any(_has_room(state, memory, state.storages[name]) for name in order[order.index(storage.id) + 1 :])
+        for order in orders
+    )
+
+
+def _has_room(state: State, memory: Memory, storage: Storage) -> bool:
+    if storage.switch is not SwitchMode.normal or not storage.open:
+        return False
+    if memory.spans and any(memory.errander.may_grow(storage.usage)):
+        return True
+    usage, (high, _) = storage.usage, watermarks(state, memory.limits, storage.usage)
+    return usage.budget_bytes is None or usage.excess_bytes(high) < 0
 
 
 def press(state: State, memory: Memory, usage: Usage) -> None:

@@ -193,3 +193,28 @@ def test_watermark_brings_a_group_down_to_its_low_mark() -> None:
     fleet.put([key("last")])
     fleet.tick()
     assert fleet.used() == 5
+
+
+@pytest.mark.parametrize(
+    ("large_blocks", "before", "left"),
+    [(None, 0, 9), (100, 0, 9), (0, 0, 5), (12, 9, 9 + 9), (11, 9, 5 + 5)],
+    ids=["no limit", "large", "nothing", "just below its mark", "above its mark"],
+)
+def test_a_storage_is_not_evicted_from_while_a_later_one_has_room(
+    large_blocks: int | None, before: int, left: int
+) -> None:
+    fleet = Fleet(Limits(high_permille=800, low_permille=500))
+    size = None if large_blocks is None else large_blocks * BLOCK_BYTES
+    fleet.done(PutStorage(storage="large", kind="posix", options={}, capacity_bytes=size))
+    fleet.done(PutStorage(storage="small", kind="posix", options={}, capacity_bytes=10 * BLOCK_BYTES))
+    if before:
+        fleet.done(PutGroup(group="g", tenant="t", storages=("large",)))
+        fleet.put(chain(before, "before"))
+    fleet.done(PutGroup(group="g", tenant="t", storages=("small", "large")))
+    fleet.put(chain(9))
+    fleet.tick()
+    assert fleet.used() == left
+    if large_blocks == 12:
+        fleet.put([key("one"), key("two"), key("three")])
+        fleet.tick()
+        assert fleet.used() == 5 + 6, "none has room: both are brought down to their low marks"
