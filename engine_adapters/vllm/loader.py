@@ -35,7 +35,6 @@ BAD_ORDER = "bad_order"
 """Places and blocks do not fit together, or with this rank's parts."""
 STUCK = "stuck"
 """All threads hang in loads that were given up: the storage does not answer."""
-STOPPED = "stopped"
 INTERNAL = "internal"
 
 FOR_GOOD = frozenset(get_args(ReadReason)) - {"io_error", "bad_place", "bad_buffer"}
@@ -128,8 +127,8 @@ class Loader:
         load = Load(order, time.monotonic() + self._wait_s)
         self._open[order.ticket] = load
         with self._changed:
-            if self._stopping or all(map(_hangs, self._running)):
-                reason = STOPPED if self._stopping else STUCK
+            if all(map(_hangs, self._running)):
+                reason = STUCK
             elif not self._fits(order):
                 reason = BAD_ORDER
             else:
@@ -187,12 +186,12 @@ class Loader:
         return loads
 
     def stop(self) -> None:
-        """Give up everything; bounded."""
+        """Copy nothing more; bounded. What is under way is not told any more."""
+        for load in self._open.values():
+            load.ending = True  # waiting for nothing: a device may hang
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        for load in list(self._open.values()):
-            self._end(load, STOPPED)
         until_s = time.monotonic() + _STOP_WAIT_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))

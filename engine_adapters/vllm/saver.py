@@ -162,7 +162,8 @@ class Saver:
         """Copy nothing more, and end: what is being written is finished or given up. Bounded."""
         until_s = time.monotonic() + STOP_WAIT_S
         self._stopping.set()
-        self._cancel(self._ledger.uncopied(), saves.STOPPED)
+        for save in self._ledger.uncopied():
+            save.forbid(saves.STOPPED)  # waiting for nothing: a device may hang
         with self._changed:
             self._changed.notify_all()
         self._buffers.wake()

@@ -52,10 +52,14 @@ class Save:
         self.tier = ""
         self.began_ns = time.time_ns()
 
+    def forbid(self, reason: str) -> None:
+        """Begin to copy no page of it any more."""
+        self.cancelled = self.cancelled or reason
+
     def cancel(self, reason: str) -> None:
         """Copy nothing of it any more. Waits for the copy of one page that has begun, and for no other: the
         copier cannot begin the next, however often it gets the lock before us."""
-        self.cancelled = self.cancelled or reason
+        self.forbid(reason)
         with self.lock:
             pass
 

@@ -272,6 +272,22 @@ def test_a_load_that_is_late_between_two_pages_stops_there(service: MemoryServic
         assert untouched(rank, [1, 2, 3])
 
 
+def test_a_load_that_is_being_ended_is_not_taken_for_whole(service: MemoryService) -> None:
+    """The loading thread may get the lock first: what becomes of the load is said by who ends it."""
+    places = service.put(keys_of(3))
+    with ranks_of(service) as (rank,):
+        gate = Gate()
+        rank.pages.before_scatter = lambda block: gate() if block == 2 else None
+        rank.step(step(loads=(load_order(places, [1, 2, 3]),)))
+        assert gate.reached.wait(5)
+        (load,) = rank.side._loader._open.values()
+        load.ending = True
+        gate.open()
+        eventually(lambda: not any(rank.side._loader._running))
+        assert not load.over and len(rank.pages.scattered) == 2
+        assert rank.results({"r"}).received == {"r"} and rank.loaded[0].blocks == 0
+
+
 def test_row18_an_aborted_request_is_told_once_and_its_load_lands_nowhere(service: MemoryService) -> None:
     """vLLM keeps its blocks until we say that the load is over: at once, whatever the storage does."""
     places = service.put(keys_of(3))
