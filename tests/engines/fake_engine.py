@@ -147,6 +147,10 @@ class FakeEngine:
         else:
             self._abort({request_id})
 
+    def reset_prefix_cache(self) -> None:
+        """What an update of the weights does: all running requests begin anew, and nothing is remembered."""
+        self.scheduler.preempt_all()
+
     @property
     def busy(self) -> bool:
         """Whether the core would go on stepping."""

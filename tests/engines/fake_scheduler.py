@@ -84,6 +84,13 @@ class FakeScheduler:
             self._free(request, delay)
         return ended
 
+    def preempt_all(self) -> None:
+        """Between two steps: every running request goes back to the queue, and the prefix cache is emptied
+        of what nobody holds."""
+        while self.running:
+            self._preempt(self.running.pop())
+        self.tables.pool.forget_free()
+
     @property
     def has_requests(self) -> bool:
         """Whether the engine goes on stepping."""

@@ -100,7 +100,6 @@ class UcmEngine:
         if self.start:
             self.broker.start()
             self.broker.wait_ready(made.start_wait_ms)
-            assert self.broker.refused is None, self.broker.refused
         windows = tuple(window > 0 for window in self.shape.windows)
         cache = CacheShape(self.shape.block_tokens, windows, self.shape.ranks)
         self.side = SchedulerSide(made, cache, self.broker, NoSpans(), events=True)
@@ -151,6 +150,15 @@ class UcmEngine:
             self.engine.step()
         return not self.engine.busy
 
+    def step_until(self, check: Callable[[], object], what: str = "it") -> None:
+        """Step until `check` is true, the request's end or not."""
+
+        def stepped() -> object:
+            self.engine.step()
+            return check()
+
+        until(stepped, 10.0, what)
+
     def settle(self, within_s: float = 10.0) -> None:
         """Until everything that was saved is at its end, and no lease is held."""
         until(
@@ -164,14 +172,15 @@ class UcmEngine:
         self.pump()
         return not self.side.outcomes.saves and not self.side.outcomes.loads and not self.broker.leases_open()
 
-    def pump(self) -> None:
-        """One step, with or without work."""
+    def pump(self) -> bool:
+        """One step, with or without work; whether there is any."""
         if self.engine.busy:
             self.engine.step()
-            return
-        scheduler = self.engine.scheduler
-        plan = scheduler.schedule()
-        scheduler.update(plan, self.engine.runner.run(plan))
+        else:
+            scheduler = self.engine.scheduler
+            plan = scheduler.schedule()
+            scheduler.update(plan, self.engine.runner.run(plan))
+        return self.engine.busy
 
     # ------------------------------------------------------------------------------------------ its end
 

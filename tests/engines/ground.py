@@ -25,6 +25,7 @@ LIMITS = Limits(
     late_write_ms=50,
     write_ttl_ms_min=50,
     lease_ms_min=50,
+    lease_ms_max=3_000,
     task_ttl_ms=2_000,
     heartbeat_ms=300,
     suspect_ms=900,

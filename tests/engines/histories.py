@@ -234,7 +234,7 @@ class History:
             return self._play()
         except HistoryFailed:
             raise
-        except AssertionError as error:
+        except Exception as error:
             raise HistoryFailed(f"seed {self.seed}: {type(error).__name__}: {error}") from error
         finally:
             for each in self.all:
