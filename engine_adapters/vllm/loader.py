@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from threading import Condition, Lock, Thread
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from dataplane.pages import Pages
 from dataplane.port import ReadReason
@@ -59,7 +59,7 @@ class Load:
         """Somebody is about to end it: no page is copied any more."""
         self.over = False
         self.blocks = 0
-        """Leading rows that are wholly in the engine's memory."""
+        """Leading rows that are wholly in the engine's memory; said when it is over."""
         self.size_bytes = 0
         self.reason = ""
         self.bad: list[bytes] = []
@@ -197,14 +197,13 @@ class Loader:
             thread.join(max(0.0, until_s - time.monotonic()))
 
     def _end(self, load: Load, reason: str) -> None:
-        """The load is over, once. What was loaded before it failed from outside does not count: the order
-        came to nothing. Waits for the copy of one page that has begun, and for no other."""
+        """Give the load up: nothing of it counts. Waits for the copy of one page that has begun, and for no
+        other."""
         load.ending = True
         with load.lock:
             if load.over:
                 return
-            if reason:
-                load.blocks, load.reason = 0, reason
+            load.reason = reason
             self._close(load)
         with self._changed:
             self._changed.notify_all()
@@ -236,14 +235,17 @@ class Loader:
                 self._end(load, INTERNAL)
 
     def _run(self, load: Load, buffers: list[memoryview]) -> None:
-        for rows in self._batches(load):
-            if not self._load_rows(load, rows, buffers):
+        refused: _Refused | None = None
+        for pages in self._batches(load):
+            refused = self._load_pages(load, pages, buffers)
+            if refused is not None or load.done():
                 break
         with load.lock:
             if load.done():
                 return  # whoever ends it says what became of it
-            if not load.reason:
-                load.blocks = load.asked
+            load.blocks = load.asked if refused is None else refused.row
+            if refused is not None:
+                load.reason, load.bad = refused.reason, refused.bad
             self._close(load)
         with self._changed:
             self._changed.notify_all()
@@ -260,12 +262,12 @@ class Loader:
         if batch:
             yield batch
 
-    def _load_rows(
+    def _load_pages(
         self, load: Load, pages: Sequence[tuple[int, int, int]], buffers: list[memoryview]
-    ) -> bool:
-        """Load a batch; False when the load ends here."""
+    ) -> "_Refused | None":
+        """Load a batch, up to the first row of which a page is refused."""
         if load.done():
-            return False
+            return None
         while len(buffers) < len(pages):
             buffers.append(self._pages.allocate(max(self._sizes)))
         refs = [load.order.places.place(row, self._rank.parts[group]) for row, group, _ in pages]
@@ -273,13 +275,13 @@ class Loader:
         began_ns = time.monotonic_ns()
         answers = self._mover.read(refs, views)
         self._counts.add("read_us", (time.monotonic_ns() - began_ns) // 1_000)
-        end = self._refused(load, pages, refs, answers)
+        refused = self._refused(pages, refs, answers)
         for (row, group, block), ref, view in zip(pages, refs, views, strict=True):
-            if row >= end:
-                return False
+            if refused is not None and row >= refused.row:
+                break
             with load.lock:
                 if load.done():
-                    return False
+                    return None
                 self._pages.scatter(group, block, view)
                 load.size_bytes += len(view)
             self._counts.add("read_pages")
@@ -289,29 +291,30 @@ class Loader:
                     "loaded", ref.key, ref.part, request=load.order.request, data=view,
                     location=ref.location, generation=ref.generation,
                 )  # fmt: skip
-        return True
+        return refused
 
     def _refused(
-        self,
-        load: Load,
-        pages: Sequence[tuple[int, int, int]],
-        refs: Sequence[PlaceRef],
-        answers: Sequence[str],
-    ) -> int:
-        """The first row that was refused, which ends the load; without one, behind the last."""
-        end = load.asked
+        self, pages: Sequence[tuple[int, int, int]], refs: Sequence[PlaceRef], answers: Sequence[str]
+    ) -> "_Refused | None":
+        """What was refused of a batch, if anything was."""
+        first: tuple[int, str] | None = None
         bad: dict[bytes, None] = {}
         for (row, _, _), ref, reason in zip(pages, refs, answers, strict=True):
             if not reason:
                 continue
             self._counts.add(f"read_refused_{reason}")
-            if row < end:
-                end, load.reason = row, reason
+            first = first or (row, reason)  # pages come in the order of rows
             if reason in FOR_GOOD:
                 bad[ref.key] = None
-        load.bad += bad
-        load.blocks = end
-        return end
+        return None if first is None else _Refused(*first, list(bad))
+
+
+class _Refused(NamedTuple):
+    """The first row that was refused, which ends the load, and why; and all keys refused for good."""
+
+    row: int
+    reason: str
+    bad: list[bytes]
 
 
 def _hangs(load: Load | None) -> bool:

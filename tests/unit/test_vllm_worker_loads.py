@@ -243,6 +243,23 @@ def test_a_late_load_is_told_and_never_lands(service: MemoryService) -> None:
         assert not rank.results().received and len(rank.loaded) == 1
 
 
+def test_a_read_that_comes_after_the_end_does_not_count(service: MemoryService) -> None:
+    """Between the end of a load and its report the late bytes arrive: they are not taken for loaded."""
+    places = service.put(keys_of(3))
+    with ranks_of(service, load_wait_ms=20) as (rank,):
+        gate = Gate()
+        rank.mover.before_read = gate
+        rank.side.start_loads(step(loads=(load_order(places, [1, 2, 3]),)))
+        assert gate.reached.wait(5)
+        time.sleep(0.03)
+        rank.side._loader.expire()
+        gate.open()
+        eventually(lambda: not any(rank.side._loader._running))
+        assert rank.results().received == {"r"}
+        assert (rank.loaded[0].blocks, rank.loaded[0].reason) == (0, "late")
+        assert rank.side.load_errors() == {1, 2, 3}
+
+
 def test_a_load_that_is_late_between_two_pages_stops_there(service: MemoryService) -> None:
     """The page that is being copied is waited for, so none lands once the load was told as over."""
     places = service.put(keys_of(3))
