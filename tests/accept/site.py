@@ -31,11 +31,8 @@ SETTINGS: Settings = {
     "lease_ms_max": LEASE_MS,
     "reclaim_delay_ms": LEAD_TTL_MS + 1_000,
     "task_ttl_ms": 5_000,
-    "high_permille": 1_000,
-    "low_permille": 990,
 }
-"""Times are shorter than a fleet would have them, for the run waits for some of them. A storage is filled to
-the brim: the small one is to spill over, not to evict what nobody else has."""
+"""Shorter than a fleet would have them, for the run waits for some of them."""
 WORKER_OPTIONS = {"sweep-ms": 1_000, "safe-age-ms": WRITE_TTL_MS + 8_000, "backoff-ms-max": 500}
 OPERATOR_TIMEOUT_MS = 15_000
 TAKEN_OVER_TIMEOUT_S = 60.0
