@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from metaservice.core import apply, machine, membership, ticks, writes
+from metaservice.core import admission, apply, machine, membership, ticks, writes
 from metaservice.core import commands as cmd
 from metaservice.core import events as ev
 from metaservice.core.admission import Freed
@@ -261,6 +261,13 @@ def lease_outlives_the_pool() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def full_storage_evicts_beside_an_empty_one() -> Iterator[None]:
+    """A storage comes down to its low watermark although what is new goes to the next one."""
+    with patch.object(admission, "_spills", lambda *_: False):
+        yield
+
+
 PLANTED: dict[str, Planted] = {
     bug.__name__: bug
     for bug in (
@@ -281,6 +288,7 @@ PLANTED: dict[str, Planted] = {
         expiry_waits_for_traffic,
         recency_ignored,
         watermarks_off,
+        full_storage_evicts_beside_an_empty_one,
         locations_survive_their_pool,
         lease_outlives_the_pool,
     )

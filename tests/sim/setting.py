@@ -73,8 +73,9 @@ class Deployment(NamedTuple):
 class Setting:
     """What a seed decides before anything happens."""
 
-    def __init__(self, rng: Random, volatile: str = "") -> None:
-        """`volatile`: which of the storages is one, '' for none."""
+    def __init__(self, rng: Random, volatile: str = "", stacked: bool = False) -> None:
+        """`volatile`: which of the storages is one, '' for none. `stacked`: no group has anything that it
+        prefers to `s0`, and all have another behind it."""
         self.limits = LIMITS
         self.volatile = volatile
         if rng.random() < 0.3:
@@ -94,7 +95,7 @@ class Setting:
         self.groups = [
             self.group(rng, "g0", "t0", ("s0", "s1")),
             self.group(rng, "g1", "t0", ("s1",)),
-            self.group(rng, "g2", "t1", ("s1", "s0")),
+            self.group(rng, "g2", "t1", ("s0", "s1") if stacked else ("s1", "s0")),
         ]
         self.deployments = [
             self.plain(rng, "i0", "g0", 16),

@@ -72,7 +72,7 @@ class World(House):
         rng = Random(seed)
         apart = Random(f"volatile {seed}")  # so that the other histories are what they were
         volatile = apart.choice(("s0", "s1", "s1")) if apart.random() < VOLATILE_PART else ""
-        self.setting = Setting(rng, volatile)
+        self.setting = Setting(rng, volatile, stacked=apart.random() < 0.4)
         self.model = Model(self.setting.limits)
         self.disk: dict[tuple[Place, str], tuple[str, str, bytes, str, str]] = {}
         """(place, part) -> (instance, group, key, storage, pool or '')"""
