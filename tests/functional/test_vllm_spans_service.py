@@ -24,7 +24,8 @@ from engine_adapters.vllm.worker import RankParts, WorkerSide
 from metaservice.client import Client, ClientConfig
 from tests.functional.client_service import Service, eventually
 from tests.unit.namespace_house import make_namespace
-from tests.unit.vllm_worker_house import PAGE_BYTES, MemoryPages, key_of
+from tests.unit.vllm_memory_service import PAGE_BYTES, key_of
+from tests.unit.vllm_worker_house import MemoryPages
 
 TOKENS = 32
 RANK = RankParts(0, 1, ("tp0",))
