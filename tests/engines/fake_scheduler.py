@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from tests.engines.engine_request import FakeRequest, Status
+from tests.engines.failures import check_promise, truncated
 from tests.engines.kv_pool import Block
 from tests.engines.kv_tables import Tables
 from tests.engines.oracle import EngineBroken, Shape
@@ -176,7 +177,7 @@ class FakeScheduler:
                     skipped.append(queue.popleft())
                     continue
                 external = asked
-                self._check_promise(request, local, external, load_async)
+                check_promise(request, self.shape, local, external, load_async=load_async)
             computed = request.num_computed_tokens or local + external
             count = 0 if load_async else min(self._chunk(request.num_tokens - computed, alone), budget)
             assert load_async or count > 0
@@ -211,17 +212,6 @@ class FakeScheduler:
         for request in reversed(skipped):
             (self.holding if request.holds_blocks else self.waiting).appendleft(request)
         return sync
-
-    def _check_promise(self, request: FakeRequest, local: int, external: int, load_async: bool) -> None:
-        """What vLLM asserts, and what it relies upon without asserting it."""
-        if external < 0 or external % self.shape.block_tokens:
-            raise EngineBroken(f"{external} external tokens end inside a block")
-        if local + external > request.num_tokens:
-            raise EngineBroken("more external tokens than the request has")
-        if load_async and not external:
-            raise EngineBroken("an asynchronous load of nothing")
-        if not load_async and local + external == request.num_tokens:
-            raise EngineBroken("a synchronous load leaves no token to compute")
 
     def _share(self, request: FakeRequest, count: int, *, fresh: bool) -> Scheduled:
         known = request.num_tokens + request.num_output_placeholders
@@ -366,45 +356,14 @@ class FakeScheduler:
         if len(self.shape.windows) > 1:
             raise EngineBroken("block numbers of failed loads with several KV cache groups")
         remote = [each for each in self.holding if each.status == Status.waiting_for_remote]
-        late, _ = self._truncate(remote, blocks, plan)
-        now, downstream = self._truncate(self.running, blocks, plan)
+        late, _ = truncated(self.tables, remote, blocks, plan)
+        now, downstream = truncated(self.tables, self.running, blocks, plan)
         if downstream and not self.options.recompute:
             self.tables.pool.evict(downstream)
         if not self.options.recompute:
             return late | now
         self._failed |= late
         return now
-
-    def _truncate(
-        self, requests: list[FakeRequest], blocks: set[int], plan: StepPlan
-    ) -> tuple[set[str], set[int]]:
-        """Requests that counted a bad block as computed go back to before it."""
-        affected: set[str] = set()
-        downstream: set[int] = set()
-        marked: set[int] = set()
-        size = self.shape.block_tokens
-        for request in requests:
-            name = request.request_id
-            (held,) = self.tables.ids(name)
-            share = plan.scheduled.get(name)
-            computed = request.num_computed_tokens - (share.count if share else 0)
-            hit = first = False
-            for index, block in zip(range(-(-computed // size)), held, strict=False):
-                if block not in blocks:
-                    continue
-                hit = True
-                if block in marked:
-                    continue
-                marked.add(block)
-                if not first:
-                    first = True
-                    request.num_computed_tokens = index * size
-                    downstream.update(held[index:])
-            if hit:
-                if not first:
-                    request.num_computed_tokens = computed
-                affected.add(name)
-        return affected, downstream
 
     # ---------------------------------------------------------------------------------------------- blocks
 

@@ -5,6 +5,7 @@ What happens follows from the seed; when exactly, from the threads. A seed that 
 times (`play(ground, seed)`).
 """
 
+import os
 import random
 import time
 from contextlib import suppress
@@ -96,6 +97,7 @@ def setting_of(seed: int) -> Setting:
         hiccups=chance.random() < 0.3,
         read_ms=chance.choice([0.0, 0.0, 3.0]),
         pace_ms=chance.choice([0.0, 0.0, 1.0]),
+        storage=chance.choice(["posix", "posix", "posix", "shm"]),
     )
 
 
@@ -185,20 +187,23 @@ class History:
 
     def rot(self) -> None:
         """Bytes of the storage are lost, cut short or changed, or a block is removed for everybody."""
-        files = files_of(self.root)
+        files = [path for path in files_of(self.root) if "tp" in path.suffix]
         if not files:
             return
         victim = self.chance.choice(sorted(files))
-        kind = self.chance.choice(["lost", "short", "flip", "removed"])
+        kinds = (
+            ["lost", "short", "flip", "removed"] if self.setting.storage == "posix" else ["flip", "removed"]
+        )
+        kind = self.chance.choice(kinds)
         with suppress(FileNotFoundError):
             if kind == "lost":
                 victim.unlink()
             elif kind == "short":
                 victim.write_bytes(victim.read_bytes()[:-7])
             elif kind == "flip":
-                data = bytearray(victim.read_bytes())
-                data[-1 - self.chance.randrange(self.setting.shape.page_bytes)] ^= 0x40
-                victim.write_bytes(data)
+                with victim.open("r+b") as opened:
+                    opened.seek(-1 - self.chance.randrange(self.setting.shape.page_bytes), os.SEEK_END)
+                    opened.write(bytes((self.chance.randrange(256),)))
             else:
                 engine = self.chance.choice(self.live)
                 instance = engine.broker.instance_of(None)

@@ -112,7 +112,7 @@ class Tables:
 
     def __init__(self, shape: Shape, blocks: int, *, in_flight_tokens_max: int, caching: bool = True) -> None:
         self.pool = Pool(blocks)
-        self._shape = shape
+        self.block_tokens = shape.block_tokens
         self._cap = in_flight_tokens_max
         self._caching = caching
         self.groups = [
@@ -125,7 +125,7 @@ class Tables:
         nothing: list[list[Block]] = [[] for _ in self.groups]
         if not self._caching:
             return nothing, 0
-        size = self._shape.block_tokens
+        size = self.block_tokens
         length = (request.num_tokens - 1) // size
         found = nothing
         while True:

@@ -1,17 +1,18 @@
 """Mistakes planted on purpose, each of which the histories have to catch: what they cannot tell from the real
 connector they do not test."""
 
-import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace as with_fields
 
 from engine_adapters.vllm.broker import Broker
 from engine_adapters.vllm.loader import Load, Loader
+from engine_adapters.vllm.mover import Mover
 from engine_adapters.vllm.orders import SaveOrder, StepOrders
 from engine_adapters.vllm.requests import EngineRequest, Phase, Tracked
 from engine_adapters.vllm.saver import Saver
@@ -146,17 +147,17 @@ def _slow_loads(setting: Setting) -> Setting:
     return replace(
         setting,
         shape=Shape(),
-        options=replace(setting.options, blocks=20, reserve_whole=False, running_max=6),
-        settings={**setting.settings, "load": "async", "load_batch_blocks": 1, "min_load_blocks": 1},
-        aborts=0.7,
+        options=replace(setting.options, blocks=20, reserve_whole=False, running_max=6, budget_tokens=32),
+        settings={**setting.settings, "load": "async", "load_batch_blocks": 32, "min_load_blocks": 1},
+        aborts=0.9,
         asks=0.9,
-        outputs=(12, 24),
+        outputs=(2, 5, 12),
         switches=False,
         faults=0.0,
         copy_ms=0.0,
-        read_ms=8.0,
-        engines=2,
-        turns=60,
+        read_ms=25.0,
+        engines=1,
+        turns=100,
     )
 
 
@@ -183,10 +184,9 @@ def _held_for_ever(right: Any, self: SchedulerSide, request: EngineRequest) -> b
     return True
 
 
-def _all_rows_good(
-    right: Any, self: Loader, load: Load, pages: Any, refs: Any, answers: Sequence[str]
-) -> int:
-    return int(right(self, load, pages, refs, [""] * len(answers)))
+def _all_rows_good(right: Any, self: Mover, refs: Sequence[Any], buffers: Sequence[memoryview]) -> list[str]:
+    right(self, refs, buffers)
+    return [""] * len(refs)
 
 
 def _one_block_too_far(right: Any, self: SchedulerSide, tracked: Tracked, tokens: int, step: Step) -> Any:
@@ -259,22 +259,10 @@ def _sent_for_all(right: Any, self: WorkerSide, finished: set[str]) -> Results:
     return results
 
 
-def _loads_go_on(
-    right: Any, self: Loader, load: Load, pages: Sequence[tuple[int, int, int]], buffers: list[memoryview]
-) -> bool:
+def _loads_go_on(right: Any, self: Loader, load: Load, pages: Any, buffers: list[memoryview]) -> Any:
     """Of a load that was given up the bytes still reach the engine's memory."""
-    while len(buffers) < len(pages):
-        buffers.append(self._pages.allocate(max(self._sizes)))
-    refs = [load.order.places.place(row, self._rank.parts[group]) for row, group, _ in pages]
-    views = [buffer[: self._sizes[group]] for buffer, (_, group, _) in zip(buffers, pages, strict=False)]
-    answers = self._mover.read(refs, views)
-    end = self._refused(load, pages, refs, answers)
-    time.sleep(random.random() * 0.002)
-    for (row, group, block), view in zip(pages, views, strict=True):
-        if row >= end:
-            return False
-        self._pages.scatter(group, block, view)
-    return True
+    unaware = SimpleNamespace(order=load.order, lock=Lock(), done=lambda: False, over=False, size_bytes=0)
+    return right(self, unaware, pages, buffers)
 
 
 def _preempted_too_late(right: Any, self: WorkerSide, orders: StepOrders) -> None:
@@ -298,7 +286,7 @@ PLANTS: dict[str, Plant] = {
         lambda: [(Broker, "release", _nothing), (Broker, "drop", _nothing)], _anywhere
     ),
     "rows behind the verified prefix count as loaded": Plant(
-        lambda: [(Loader, "_refused", _all_rows_good)], _rotten
+        lambda: [(Mover, "read", _all_rows_good)], _rotten
     ),
     "blocks are saved before they are computed": Plant(
         lambda: [(SchedulerSide, "_save", _one_block_too_far)], _anywhere
@@ -323,6 +311,6 @@ PLANTS: dict[str, Plant] = {
     "requests that nobody waits for are reported": Plant(
         lambda: [(WorkerSide, "take_results", _sent_for_all)], _anywhere
     ),
-    "loads that were given up go on": Plant(lambda: [(Loader, "_load_rows", _loads_go_on)], _slow_loads),
+    "loads that were given up go on": Plant(lambda: [(Loader, "_load_pages", _loads_go_on)], _slow_loads),
 }
 """What is wrong -> how it is done."""
