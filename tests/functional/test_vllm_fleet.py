@@ -10,7 +10,7 @@ from tests.engines.ground import Ground, until
 from tests.engines.histories import play
 from tests.engines.planted import PLANTS, caught
 
-SEEDS = 18
+SEEDS = 14
 PLANT_SEEDS = 12
 
 
