@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -113,7 +114,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config, kv_cache_config, self._settings, weight_version=self._weights.version()
         )
         self._broker = Broker(self._settings, self._namespace, layout.parts)
-        self._joined = self._hash_checked = False
+        self._hash_checked = False
         events = vllm_config.kv_events_config
         self._teller = Teller(layout.block_size_tokens) if events and events.enable_kv_cache_events else None
         self._spans = open_spans(self._settings)
@@ -145,7 +146,6 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         if self._broker.refused is not None:
             self._broker.close()
             raise RuntimeError(f"the metadata service refuses this engine: {self._broker.refused}")
-        self._joined = True
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -260,7 +260,17 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._teller.events(outcomes.take_published(), outcomes.take_gone())
 
     def reset_cache(self) -> bool:
-        """vLLM drops its caches, as after an update of the weights: nothing stored before is used again."""
+        """vLLM drops its caches, as after an update of the weights: nothing stored before is used again. It
+        asks this also when it could not drop its own, since requests still had blocks: what they and those
+        who share them compute would then be stored as the new weights'."""
+        assert self._kv_cache_manager is not None
+        if not emptied(self._kv_cache_manager.block_pool):
+            log.error(
+                "the caches cannot be reset while requests have blocks: this engine neither loads nor saves "
+                "until they are; pause it, or reset with reset_running_requests"
+            )
+            self.side.suspend()
+            return False
         version = self._weights.renewed()
         self._namespace = replace(self._namespace, weight_version=version)
         self._broker.renew_namespace(self._namespace)
@@ -385,6 +395,11 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
             self._spans.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def emptied(pool: BlockPool) -> bool:
+    """Whether vLLM could reset its own prefix cache: nobody has a block but the null block's keeper."""
+    return bool(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1)
 
 
 def only_async(vllm_config: VllmConfig, layout: Layout) -> str:

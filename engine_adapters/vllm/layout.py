@@ -113,6 +113,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> Layout:
         _group(number, group, block_size) for number, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     _check_layers(kv_cache_config, groups)
+    _check_precision(kv_cache_config)
     modes = {int(group.kv_cache_spec.kv_quant_mode) for group in kv_cache_config.kv_cache_groups}
     quantised = sorted(QUANT_MODES[mode] for mode in modes if mode)
     return Layout(block_size, vllm_config.parallel_config.tensor_parallel_size, groups, ",".join(quantised))
@@ -218,6 +219,15 @@ def _words(spec: Any, window: int) -> str:
     }
     kind = f"window={window}" if window else "full"
     return " ".join([kind, *(f"{name}={value}" for name, value in words.items())])
+
+
+def _check_precision(kv_cache_config: Any) -> None:
+    """All groups have one precision. With several vLLM zeroes blocks that it gives out anew, and its second
+    model runner does so before it says whose they were: what is just being saved of them would be zeros."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    found = sorted({f"{spec.dtype}/{int(spec.kv_quant_mode)}" for spec in specs})
+    if len(found) > 1:
+        raise LayoutRefused(f"KV cache groups of different precisions: {', '.join(found)}")
 
 
 def _check_layers(kv_cache_config: Any, groups: tuple[GroupLayout, ...]) -> None:

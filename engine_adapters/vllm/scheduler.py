@@ -26,6 +26,8 @@ NULL_BLOCK = 0
 LOOKUPS_MAX = 3
 """Lookups of a request, all in all, beyond which a lost lease is a miss."""
 _NS_PER_MS = 1_000_000
+_BEFORE = "-"
+"""No instance's name: of a request whose blocks were computed before the caches were reset."""
 
 
 class Shape(Struct, frozen=True):
@@ -66,6 +68,10 @@ class SchedulerSide:
         self._failures: dict[int, int] = {}
         self._tables: list[list[int]] = []
         self._numbers = 0
+        self._wait_ns = settings.lookup_wait_ms * _NS_PER_MS
+        self._now_ns = 0
+        """When the last step was built: near enough to say that a wait is not over."""
+        self._suspended = False
         self._count = self.outcomes.counts.add
 
     # ------------------------------------------------------------------------------------------- lookups
@@ -87,6 +93,12 @@ class SchedulerSide:
         if tracked is None:
             self.new_request(request)
             tracked = self._tracked[request.request_id]
+        elif (
+            tracked.phase is Phase.asked
+            and self._now_ns - tracked.asked_ns < self._wait_ns
+            and self._broker.answer(tracked.ticket) is None
+        ):
+            return None, False  # the short way: hundreds may be asked about in each step
         if tracked.phase is Phase.fresh:
             self._begin(tracked)
         if tracked.phase in (Phase.unplaced, Phase.asked) and not self._heard(tracked):
@@ -121,7 +133,7 @@ class SchedulerSide:
 
     def _begin(self, tracked: Tracked) -> None:
         """Send the lookup out, when there is something to ask and somebody to ask it."""
-        if self._broker.switch == "bypass" or not self._loadable(tracked.request):
+        if self._suspended or self._broker.switch == "bypass" or not self._loadable(tracked.request):
             tracked.phase = Phase.settled
             return
         instance = self._broker.instance_of(tracked.adapter)
@@ -150,7 +162,7 @@ class SchedulerSide:
             return True
         now_ns = time.monotonic_ns()
         tracked.asked_ns = tracked.asked_ns or now_ns
-        if now_ns - tracked.asked_ns < self._settings.lookup_wait_ms * _NS_PER_MS:
+        if now_ns - tracked.asked_ns < self._wait_ns:
             return False
         self._count("lookups_late")
         self._settle(tracked)
@@ -167,6 +179,9 @@ class SchedulerSide:
         )
         self._count("asked_blocks", self._loadable(tracked.request))
         self._count("found_blocks", answer.hits)
+        if answer.cut == "miss":
+            missed = tracked.request.block_hashes[answer.hits : self._loadable(tracked.request)]
+            self._known.missed(tracked.instance, missed, answer.began_ns)
         tracked.stored = answer.hits
         if answer.hits:
             tracked.answer, tracked.phase = answer, Phase.answered
@@ -226,11 +241,13 @@ class SchedulerSide:
 
     def build(self, step: Step) -> StepOrders:
         """The orders of this step."""
+        self._now_ns = time.monotonic_ns()
         for name in step.preempted:
             self._preempted(name)
         saves = []
         identity = self._broker.identity
-        if self._settings.save and identity is not None and self._broker.switch == "normal":
+        may_save = self._settings.save and not self._suspended and self._broker.switch == "normal"
+        if may_save and identity is not None:
             for name, tokens in step.scheduled.items():
                 tracked = self._tracked.get(name)
                 if tracked is not None and (order := self._save(tracked, tokens, step)) is not None:
@@ -263,9 +280,8 @@ class SchedulerSide:
         instance = tracked.instance or self._broker.instance_of(tracked.adapter) or ""
         if not instance or instance != self._broker.instance_of(tracked.adapter):
             return None  # no cache for its adapter, or one of weights that are no longer the engine's
-        now_ns = time.monotonic_ns()
         start, tracked.stored = tracked.stored, full
-        start += self._known.leading(instance, request.block_hashes[start:full], now_ns)
+        start += self._known.leading(instance, request.block_hashes[start:full], time.time_ns())
         if start == full:
             return None
         blocks = step.blocks_of(request.request_id)
@@ -301,7 +317,7 @@ class SchedulerSide:
             order.traceparent,
         )
         tracked.saves.add(order.save)
-        self._known.add(instance, keys, now_ns)
+        self._known.saving(instance, keys)
         self._count("save_orders")
         self._count("save_blocks", rows)
         return order
@@ -406,11 +422,28 @@ class SchedulerSide:
         return blocks
 
     def reset(self) -> None:
-        """The caches were reset: what was known to be stored is not any more."""
+        """The caches were reset: what was known to be stored is not any more, and who has computed nothing
+        begins anew. What was computed before belongs to no instance: it is not saved."""
+        self._suspended = False
         self._known.clear()
         for tracked in self._tracked.values():
-            if tracked.phase in (Phase.asked, Phase.answered, Phase.unplaced):
-                self._settle(tracked)
+            self._give_up(tracked)
+            if tracked.phase is Phase.loading or tracked.request.num_computed_tokens:
+                tracked.instance = tracked.instance or _BEFORE
+            else:
+                tracked.phase, tracked.instance = Phase.fresh, ""
+                tracked.stored = tracked.asked_ns = 0
+
+    def suspend(self) -> None:
+        """The caches were to be reset and blocks of before are still in the engine's memory: nothing is
+        looked up or saved until a reset empties it."""
+        self._suspended = True
+        for tracked in self._tracked.values():
+            self._give_up(tracked)
+
+    def _give_up(self, tracked: Tracked) -> None:
+        if tracked.phase in (Phase.asked, Phase.answered, Phase.unplaced):
+            self._settle(tracked)
 
     def counters(self) -> dict[str, int]:
         """What was counted since the last call."""

@@ -204,6 +204,18 @@ def test_row25_one_odd_group_among_good_ones_is_refused() -> None:
     assert "KV cache group 1" in reason(mixed) and "Mamba" in reason(mixed)
 
 
+def test_groups_of_two_precisions_are_refused_just_where_vllm_zeroes_blocks() -> None:
+    """Its second model runner zeroes a preempted request's blocks before it tells the connector of it."""
+    mixed = one_group(full())
+    mixed.kv_cache_tensors[0].layers.append("other")
+    mixed.kv_cache_groups.append(KVCacheGroupSpec(["other"], window(64)))
+    assert not mixed.needs_kv_cache_zeroing
+    layout_of(engine_config(), mixed)
+    mixed.kv_cache_groups[1] = KVCacheGroupSpec(["other"], window(64, dtype=torch.float32))
+    assert mixed.needs_kv_cache_zeroing
+    assert "different precisions" in reason(mixed)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
