@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from metaservice.cli.local.places import free_port
+from tests.accept.handle import EngineProcess
 from tests.vllm.engine_house import ANSWER_TOKENS, Engines, ServiceProcess, tokens_of
 
 Plain = Callable[[str, list[list[int]], int], list[list[int]]]
@@ -55,20 +56,21 @@ def engines(service: ServiceProcess, tmp_path: Path) -> Iterator[Engines]:
 @pytest.fixture(scope="session")
 def plain(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     """What a model of a kind answers to prompts without a connector: its greedy tokens. One engine of each
-    kind answers for all tests; it runs only while it is asked."""
+    kind answers for all tests."""
     known: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
-    folder = tmp_path_factory.mktemp("plain")
+    house = Engines(None, tmp_path_factory.mktemp("plain"))
+    running: dict[str, EngineProcess] = {}
 
     def answers(kind: str, asked: list[list[int]], count: int = ANSWER_TOKENS) -> list[list[int]]:
         new = [prompt for prompt in asked if (kind, tuple(prompt), count) not in known]
         if new:
-            house = Engines(None, folder)  # type: ignore[arg-type] # no connector, no service
-            engine = house.plain(kind, models(kind))
-            try:
-                for prompt, tokens in zip(new, tokens_of(engine.ask(new, count)), strict=True):
-                    known[kind, tuple(prompt), count] = tokens
-            finally:
-                engine.stop()
+            if kind not in running:
+                running[kind] = house.plain(kind, models(kind))
+            for prompt, tokens in zip(new, tokens_of(running[kind].ask(new, count)), strict=True):
+                known[kind, tuple(prompt), count] = tokens
         return [known[kind, tuple(prompt), count] for prompt in asked]
 
-    yield answers
+    try:
+        yield answers
+    finally:
+        house.close()

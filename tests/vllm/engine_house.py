@@ -14,7 +14,13 @@ from metaservice.client import Client, ClientConfig
 from tests.accept import audit
 from tests.accept.documents import tokenizer_of
 from tests.accept.handle import EngineProcess
-from tests.accept.messages import BLOCK_SIZE_TOKENS, Answer, EngineOptions
+from tests.accept.messages import (
+    BLOCK_SIZE_TOKENS,
+    CONNECTOR_CLASS,
+    CONNECTOR_MODULE,
+    Answer,
+    EngineOptions,
+)
 
 GROUP = "test-group"
 STORAGE = "test-disk"
@@ -87,7 +93,8 @@ class ServiceProcess:
 class Engines:
     """Starts engines that share what they may share: those of one `salt`. They end with the test."""
 
-    def __init__(self, service: ServiceProcess, folder: Path) -> None:
+    def __init__(self, service: ServiceProcess | None, folder: Path) -> None:
+        """`service` None: for plain ones only."""
         self._service = service
         self.folder = folder
         self._all: list[EngineProcess] = []
@@ -102,9 +109,12 @@ class Engines:
         arguments: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         ready: bool = True,
+        spoiled: bool = False,
         **settings: Any,
     ) -> EngineProcess:
-        """One with the connector. `ready`: it takes jobs when this returns."""
+        """One with the connector. `ready`: it takes jobs when this returns. `spoiled`: it loads pages
+        wrong."""
+        assert self._service is not None
         options = EngineOptions(
             model=str(model),
             connector={
@@ -114,6 +124,8 @@ class Engines:
                 "audit_path": str(self.audit_of(name)),
                 **settings,
             },
+            connector_module="tests.accept.spoiled" if spoiled else CONNECTOR_MODULE,
+            connector_class="SpoiledConnector" if spoiled else CONNECTOR_CLASS,
             load_failure_policy=policy,
             arguments={"max_model_len": CONTEXT_TOKENS, **(arguments or {})},
         )
