@@ -1,41 +1,61 @@
-"""Keys that need not be saved again soon: bounded, and forgotten by age."""
+"""Keys that need not be saved again just now: bounded, and forgotten by age and by better knowledge."""
 
 from collections.abc import Iterable, Sequence
 
 KEYS_MAX = 65_536
 _TTL_NS = 30_000_000_000
-"""A block that was stored may be evicted: after this long it is offered again, and costs a question."""
+_UNDER_WAY = 1 << 63
+"""In the place of when a block was stored: its save is still under way."""
+
+_Key = tuple[str, bytes]
 
 
 class KnownKeys:
-    """Which blocks this engine has just ordered to be saved, or knows to be stored, by instance."""
+    """Which blocks this engine is saving, or has stored a moment ago, by instance.
+
+    Many requests with one prefix come at a time, and asked before the first of them had stored it. Times are
+    of `time.time_ns`.
+    """
 
     def __init__(self) -> None:
-        self._until_ns: dict[tuple[str, bytes], int] = {}
+        self._since_ns: dict[_Key, int] = {}
 
-    def add(self, instance: str, keys: Iterable[bytes], now_ns: int) -> None:
-        """These need no saving for a while."""
-        until_ns = now_ns + _TTL_NS
-        known = self._until_ns
+    def saving(self, instance: str, keys: Iterable[bytes]) -> None:
+        """These are ordered to be saved."""
+        since = self._since_ns
         for key in keys:
-            known.pop((instance, key), None)
-            known[instance, key] = until_ns
-        while len(known) > KEYS_MAX:
-            del known[next(iter(known))]
+            since.pop((instance, key), None)
+            since[instance, key] = _UNDER_WAY
+        while len(since) > KEYS_MAX:
+            del since[next(iter(since))]
+
+    def saved(self, instance: str, keys: Iterable[bytes], now_ns: int) -> None:
+        """These are stored now, by us or by others."""
+        since = self._since_ns
+        for key in keys:
+            if (instance, key) in since:
+                since[instance, key] = now_ns
 
     def discard(self, instance: str, keys: Iterable[bytes]) -> None:
-        """These came to nothing."""
+        """These came to nothing, or are there no more."""
         for key in keys:
-            self._until_ns.pop((instance, key), None)
+            self._since_ns.pop((instance, key), None)
+
+    def missed(self, instance: str, keys: Sequence[bytes], asked_ns: int) -> None:
+        """A lookup that went out at `asked_ns` did not find these: what was stored before is gone again."""
+        since = self._since_ns
+        for key in keys:
+            if since.get((instance, key), _UNDER_WAY) < asked_ns:
+                del since[instance, key]
 
     def leading(self, instance: str, keys: Sequence[bytes], now_ns: int) -> int:
-        """How many of `keys` from the first on are known."""
-        known = self._until_ns
+        """How many of `keys` from the first on need no saving."""
+        since = self._since_ns
         for row, key in enumerate(keys):
-            if known.get((instance, key), 0) <= now_ns:
+            if since.get((instance, key), 0) <= now_ns - _TTL_NS:
                 return row
         return len(keys)
 
     def clear(self) -> None:
         """Forget everything: the cache was reset."""
-        self._until_ns.clear()
+        self._since_ns.clear()

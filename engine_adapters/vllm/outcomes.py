@@ -58,6 +58,7 @@ class Outcomes:
         loading.ended_ns = max(loading.ended_ns, loaded.ended_ns)
         if loaded.bad:
             self._broker.bad(loading.instance, list(loaded.bad))
+            self._known.discard(loading.instance, loaded.bad)
             self.counts.add("bad_blocks", len(loaded.bad))
             if self._events and len(self._gone) < UNTOLD_MAX:
                 self._gone += loaded.bad
@@ -111,8 +112,10 @@ class Outcomes:
         self.counts.add("saved_blocks", len(saved.published))
         if saved.published and saving.tokens:
             self._publish(saving, frozenset(saved.published), saved.tier)
+        stored = {*saved.published, *saved.present}
+        self._known.saved(saving.instance, stored, saved.ended_ns)
         if saved.dropped:
-            self._known.discard(saving.instance, set(saving.keys) - {*saved.published, *saved.present})
+            self._known.discard(saving.instance, set(saving.keys) - stored)
         if saving.ranks >= self._ranks:
             del self.saves[saved.save]
             self._count_save(saving, saved)
