@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 KEYS_MAX = 65_536
 _TTL_NS = 30_000_000_000
+_NEVER = -(1 << 63)
 _UNDER_WAY = 1 << 63
 """In the place of when a block was stored: its save is still under way."""
 
@@ -52,7 +53,7 @@ class KnownKeys:
         """How many of `keys` from the first on need no saving."""
         since = self._since_ns
         for row, key in enumerate(keys):
-            if since.get((instance, key), 0) <= now_ns - _TTL_NS:
+            if since.get((instance, key), _NEVER) <= now_ns - _TTL_NS:
                 return row
         return len(keys)
 

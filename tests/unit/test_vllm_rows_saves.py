@@ -270,7 +270,8 @@ def test_row28_the_blocks_of_a_pool_go_with_the_worker_that_owned_it(ground: Gro
 def test_row31_what_is_known_to_be_stored_is_bounded_and_forgotten() -> None:
     known = KnownKeys()
     keys = [number.to_bytes(4, "big") for number in range(KEYS_MAX + 10)]
-    known.add("i", keys, 0)
+    known.saving("i", keys)
+    known.saved("i", keys, 0)
     assert known.leading("i", keys[:1], 0) == 0, "the oldest are forgotten"
     assert known.leading("i", keys[-10:], 0) == 10
     assert known.leading("i", keys[-10:], 3_600_000_000_000) == 0, "all are forgotten in time"
