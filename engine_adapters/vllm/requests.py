@@ -49,6 +49,10 @@ class EngineRequest(Protocol):
         """None, or embeddings that stand for tokens."""
 
     @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What came with the request for connectors; read for spans only (see `sparse`)."""
+
+    @property
     def trace_headers(self) -> Mapping[str, str] | None: ...
 
 

@@ -19,6 +19,7 @@ from engine_adapters.vllm.outcomes import TAINTED, Outcomes
 from engine_adapters.vllm.requests import EngineRequest, Loading, Phase, Saving, Tracked
 from engine_adapters.vllm.settings import Settings
 from engine_adapters.vllm.spans import Spans
+from engine_adapters.vllm.sparse import sparse_of
 from metaservice.client import LookupResult, Places
 
 NULL_BLOCK = 0
@@ -392,6 +393,12 @@ class SchedulerSide:
         if tracked.phase is not Phase.loading:
             self._settle(tracked)
         asked = self._loadable(request)
+        sparse = sparse_of(request.kv_transfer_params)
+        if sparse.began_ns:
+            child = self._spans.open(request.request_id, "ucm.sparse_calc")
+            self._spans.close(
+                request.request_id, "ucm.sparse_calc", {}, sparse.began_ns, sparse.ended_ns, child
+            )
         self._spans.close(request.request_id, "ucm.compute", {}, tracked.computed_ns, time.time_ns())
         self._spans.end(
             request.request_id,
@@ -400,7 +407,7 @@ class SchedulerSide:
                 "hit_tokens": tracked.hit_blocks * self._shape.block_size_tokens,
                 "hit_rate": tracked.hit_blocks / asked if asked else 0.0,
                 "store_tier": tracked.tier,
-                "sparse_algo": "none",
+                "sparse_algo": sparse.algo,
             },
         )
         # A request that waits for an asynchronous load has no saves: vLLM holds its blocks till the load

@@ -55,6 +55,7 @@ class FakeRequest:
         self.cache_salt = salt
         self.lora_request = adapter
         self.trace_headers = trace_headers
+        self.kv_transfer_params: dict[str, object] | None = None
         self.mm_features: tuple[object, ...] = ()
         self.prompt_embeds = None
         self.block_hashes: list[bytes] = []

@@ -186,6 +186,8 @@ def request_of(name: str, blocks: int, headers: dict[str, str] | None = None) ->
         trace_headers=headers,
         cache_salt=None,
         mm_features=[],
+        prompt_embeds=None,
+        kv_transfer_params=None,
     )
 
 
@@ -218,6 +220,7 @@ def test_a_write_and_a_load_are_traces_that_go_on_in_the_service(
         assert saved["saved_blocks"] == 4
     with engine(service, "reader") as reader:
         warm = request_of("warm", 4)
+        warm.kv_transfer_params = {"ucm_sparse": {"algo": "esa", "began_ns": 1_000, "ended_ns": 2_000}}
         reader.side.new_request(warm)
         assert asked(reader, warm) == (4 * TOKENS, True)
         reader.side.allocated(warm, ([5, 6, 7, 8],), 4 * TOKENS)
@@ -256,7 +259,8 @@ def test_a_write_and_a_load_are_traces_that_go_on_in_the_service(
     root = one("ucm.request", "warm")
     assert root.parent == "" and root.trace != CALLER.split("-")[1]
     told = {name: root.attributes[name] for name in ("hit_tokens", "hit_rate", "store_tier", "sparse_algo")}
-    assert told == {"hit_tokens": 4 * TOKENS, "hit_rate": 1.0, "store_tier": "posix", "sparse_algo": "none"}
-    assert {span.name for span in collector.below(root)} == {"ucm.lookup", "ucm.load", "ucm.compute"}
+    assert told == {"hit_tokens": 4 * TOKENS, "hit_rate": 1.0, "store_tier": "posix", "sparse_algo": "esa"}
+    below = {span.name for span in collector.below(root)}
+    assert below == {"ucm.lookup", "ucm.load", "ucm.sparse_calc", "ucm.compute"}
     assert [span.service for span in collector.below(one("ucm.lookup", "warm"))] == ["ucm-meta"]
     assert one("ucm.load", "warm").attributes["ucm.bytes"] == 4 * PAGE_BYTES
