@@ -65,6 +65,7 @@ class SchedulerSide:
         self._known = KnownKeys()
         self.outcomes = Outcomes(shape.block_size_tokens, shape.ranks, broker, spans, self._known, events)
         self._loads: list[LoadOrder] = []
+        self._sync_firsts: list[tuple[int, bytes]] = []
         self._awaited: list[str] = []
         self._failures: dict[int, int] = {}
         self._tables: list[list[int]] = []
@@ -105,6 +106,8 @@ class SchedulerSide:
         if tracked.phase in (Phase.unplaced, Phase.asked) and not self._heard(tracked):
             return None, False
         tracked.local_blocks = computed_tokens // self._shape.block_size_tokens
+        if self._stands_on_a_load(request, tracked.local_blocks):
+            return None, False
         if tracked.phase is not Phase.answered:
             return 0, False
         assert tracked.answer is not None
@@ -117,6 +120,14 @@ class SchedulerSide:
         if blocks < self._settings.min_load_blocks:
             return 0, False
         return blocks * self._shape.block_size_tokens, self._settings.load == "async"
+
+    def _stands_on_a_load(self, request: EngineRequest, local_blocks: int) -> bool:
+        """Whether what vLLM takes for computed is only loaded in the step that is being planned. Should that
+        load fail, vLLM lets the first of those who share the blocks compute them again, and the others go on
+        with garbage when it ends before it has. So they come a step later, when it is known."""
+        return any(
+            first < local_blocks and request.block_hashes[first] == key for first, key in self._sync_firsts
+        )
 
     def _asks_again(self, tracked: Tracked) -> bool:
         """The lease is lost, as with the leader that gave it: what it covered may be going. Whether another
@@ -228,6 +239,8 @@ class SchedulerSide:
                 traceparent,
             )
         )
+        if self._loads[-1].sync:
+            self._sync_firsts.append((first, self._loads[-1].places.keys[0]))
         self.outcomes.loads[tracked.ticket] = Loading(
             request.request_id, tracked.instance, rows, blocks=rows, traceparent=traceparent
         )
@@ -259,6 +272,7 @@ class SchedulerSide:
         if any(order.sync for order in self._loads):
             self._tables = [step.blocks_of(name)[0] for name in step.scheduled]
         loads, self._loads = self._loads, []
+        self._sync_firsts = []
         awaited, self._awaited = self._awaited, []
         return StepOrders(
             identity,
