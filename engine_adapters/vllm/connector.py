@@ -291,13 +291,11 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """The engine's KV memory: from here on pages can be moved."""
         rank = get_tensor_model_parallel_rank()
         layout = self._layout
-        pages = TorchPages(
-            kv_caches, [group.layers for group in layout.groups], self._kv_cache_config.num_blocks
-        )
+        pages = TorchPages(kv_caches, layout.layer_groups, self._kv_cache_config.num_blocks)
         parts = RankParts(
             rank,
             layout.tp,
-            tuple(part.name for part in layout.rank_parts(rank)),
+            layout.parts_of(rank),
             tuple(group.kind == "window" for group in layout.groups),
         )
         self._worker = WorkerSide(self._settings, parts, pages, Mover(self._settings))

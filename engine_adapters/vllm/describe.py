@@ -210,6 +210,8 @@ def _configuration(vllm_config: Any) -> Any:
         "quantization": model_config.quantization_config,
         "disable_sliding_window": model_config.disable_sliding_window,
         "model_impl": model_config.model_impl,
+        "classes": model_config.model_class_overrides,
+        "code_revision": model_config.code_revision,
         "convert": model_config.convert,
         "multimodal": multimodal.mm_processor_kwargs if multimodal is not None else None,
         "additional": vllm_config.additional_config,

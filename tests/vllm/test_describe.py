@@ -100,6 +100,8 @@ def rope(**values: Any) -> Callable[[Any], None]:
         (put("model_config.quantization_config", {"bits": 4}), {"model_config"}),
         (put("model_config.hf_config.rms_norm_eps", 0.5), {"model_config"}),
         (put("model_config.disable_sliding_window", True), {"model_config"}),
+        (put("model_config.model_class_overrides", {"Llama": "mine:Llama"}), {"model_config"}),
+        (put("model_config.code_revision", "abc"), {"model_config"}),
         (put("additional_config", {"plugin": 1}), {"model_config"}),
         (rope(rope_parameters={"rope_type": "default", "rope_theta": 1.0}), {"model_config", "rope"}),
         (rope(max_position_embeddings=77), {"model_config", "rope"}),
