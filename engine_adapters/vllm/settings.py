@@ -1,13 +1,17 @@
 """What an operator may set, in vLLM's `kv_connector_extra_config`. `docs/engines/vllm.md` lists it all."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from engine_adapters.namespace.namespace import PREFIX_LENGTH_MAX
 from metaservice.client.config import ClientConfig
+from metaservice.wire.schemas import NAME_PATTERN
 
 Mib = 1 << 20
+_NAME = re.compile(NAME_PATTERN)
 
 
 class SettingsRefused(ValueError):
@@ -76,6 +80,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             value = getattr(self, field)
             if type(value) is int and value < 1:
                 raise SettingsRefused(f"kv_connector_extra_config.{field}: {value} is not positive")
+        for field in ("group", "engine", "instance_prefix"):
+            name = getattr(self, field)
+            if (name or field != "engine") and not _NAME.match(name):
+                raise SettingsRefused(
+                    f"kv_connector_extra_config.{field}: {name!r} is no name: letters, digits and ._:@+-"
+                )
+        if len(self.instance_prefix) > PREFIX_LENGTH_MAX:
+            raise SettingsRefused(
+                f"kv_connector_extra_config.instance_prefix: at most {PREFIX_LENGTH_MAX} characters"
+            )
         try:
             self.client()
         except ValueError as error:

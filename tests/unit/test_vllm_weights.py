@@ -59,6 +59,10 @@ def test_a_version_file_that_cannot_be_is_refused_at_the_start(tmp_path: Path, c
         ({"group": "g", "timeout_ms": "5"}, "timeout_ms"),
         ({"group": "g", "url": "https://x"}, "url"),
         ({"group": "g", "load": "layerwise"}, "load"),
+        ({"group": ""}, "group"),
+        ({"group": "g", "instance_prefix": "no name"}, "instance_prefix"),
+        ({"group": "g", "instance_prefix": "x" * 65}, "instance_prefix"),
+        ({"group": "g", "engine": "a/b"}, "engine"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(extra: dict[str, object], words: str) -> None:
