@@ -23,6 +23,7 @@ TORTURE_ARGS ?=
 ACCEPT_ARGS ?=
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
+# TORCH_ARGS: more arguments of pip for torch, where the index at hand serves a large one for GPUs by default.
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install
 PIP_INSTALL_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq install
@@ -33,8 +34,7 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON VENV VENV_VLLM SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS ACCEPT_ARGS"
-	@echo "  TORCH_ARGS: more arguments of pip for torch, where the index at hand serves a large one for GPUs by default"
+	@echo "  Variables: PYTHON VENV VENV_VLLM SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS ACCEPT_ARGS TORCH_ARGS"
 
 .PHONY: demo
 demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
