@@ -10,20 +10,23 @@ with times of `time.time_ns`, or without times when only the name is known.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 KEY = "ucm_sparse"
 NONE = "none"
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_Time = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Whoever sends requests can say these: nothing that would spoil the other spans of a batch."""
 
 
 class Sparse(msgspec.Struct, frozen=True):
     """`algo` is the algorithm's name, `none` where the engine reports none; the times are 0 when unknown."""
 
-    algo: str = NONE
-    began_ns: int = 0
-    ended_ns: int = 0
+    algo: _Name = NONE
+    began_ns: _Time = 0
+    ended_ns: _Time = 0
 
 
 def sparse_of(params: Mapping[str, Any] | None) -> Sparse:

@@ -18,3 +18,8 @@ def test_an_engine_says_which_algorithm_and_when() -> None:
 )
 def test_anything_else_says_nothing_and_fails_nothing(params: dict[str, Any] | None) -> None:
     assert sparse_of(params) == Sparse("none")
+
+
+@pytest.mark.parametrize("wrong", [{"algo": "x" * 65}, {"began_ns": -1}, {"ended_ns": 1 << 63}])
+def test_what_would_spoil_a_batch_of_spans_is_not_taken_from_a_request(wrong: dict[str, object]) -> None:
+    assert sparse_of({"ucm_sparse": {"algo": "esa", **wrong}}) == Sparse("none")
