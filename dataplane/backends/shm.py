@@ -47,7 +47,7 @@ _CHANGE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _READ_REASONS: dict[int, ReadReason] = {
     errno.ENOENT: "missing",
     errno.ENOTDIR: "missing",
-    errno.EBUSY: "missing",  # somebody has been writing there all the time
+    errno.EBUSY: "io_error",  # somebody has been writing there all the time
     errno.ELOOP: "malformed",
     errno.EISDIR: "malformed",
     errno.ENXIO: "malformed",

@@ -7,6 +7,8 @@ from msgspec import Struct
 
 from tests.accept.fleet import Row
 
+HIT_RATE_STEADY_MIN = 0.5
+"""A cache that never hits cannot fall."""
 HIT_RATE_DROP_MAX = 0.15
 ADDED_STEP_P99_MS_MAX = 1.0
 LOOKUPS_PER_REQUEST_MAX = 2.0
@@ -47,7 +49,7 @@ def hit_rate(rows: Iterable[Row]) -> float:
     for row in rows:
         loaded += row.loaded
         possible += row.possible - row.local
-    return min(1.0, loaded / possible) if possible > 0 else 1.0
+    return min(1.0, loaded / possible) if possible > 0 else 0.0
 
 
 def wrong(rows: Iterable[Row], baseline: Mapping[str, Sequence[int]]) -> list[Row]:
@@ -75,6 +77,11 @@ def verdicts(figures: Figures) -> list[Verdict]:
         (figures.wrong_outputs == 0, f"{figures.wrong_outputs} wrong outputs (0 allowed)"),
         (figures.dirty_reads == 0, f"{figures.dirty_reads} dirty reads (0 allowed)"),
         (figures.engine_errors == 0, f"{figures.engine_errors} engine errors (0 allowed)"),
+        (
+            figures.hit_rate_steady >= HIT_RATE_STEADY_MIN,
+            f"hit rate {figures.hit_rate_steady:.3f} before anything was killed (at least "
+            f"{HIT_RATE_STEADY_MIN:g})",
+        ),
         (drop < HIT_RATE_DROP_MAX, f"hit rate fell by {drop:.3f} at most (less than {HIT_RATE_DROP_MAX})"),
         (
             step < ADDED_STEP_P99_MS_MAX,
