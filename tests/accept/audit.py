@@ -34,12 +34,13 @@ def judge(entries: Iterable[PageEntry], killed: Collection[str] = ()) -> Found:
     """A page that was loaded is clean when some engine had copied just these bytes out of its memory, under
     the same key and part, and had written them to that very place, and that write was finished.
 
-    An engine writes down that a write is finished after the service has said so; of the incarnations in
-    `killed` that line may be missing, and the service's answer counts: it names no place before.
+    An engine writes down that a write is finished after the service has said so, in the rank whose finish
+    was the last; of the incarnations in `killed` that line may be missing, and the service's answer counts:
+    it names no place before.
     """
     copied: dict[tuple[str, str, int], int] = {}
     written: dict[tuple[int, int, str], tuple[int, str]] = {}
-    published: set[tuple[int, int, str]] = set()
+    published: set[tuple[int, int]] = set()
     loaded: list[PageEntry] = []
     for entry in entries:
         place = (entry.location, entry.generation, entry.part)
@@ -50,7 +51,7 @@ def judge(entries: Iterable[PageEntry], killed: Collection[str] = ()) -> Found:
             case "written":
                 written[place] = (entry.checksum, entry.incarnation)
             case "published":
-                published.add(place)
+                published.add((entry.location, entry.generation))
             case "loaded":
                 loaded.append(entry)
     dirty = []
@@ -66,7 +67,7 @@ def judge(entries: Iterable[PageEntry], killed: Collection[str] = ()) -> Found:
             why = "nobody wrote to that place"
         elif checksum != entry.checksum:
             why = "other bytes were written to that place"
-        elif place not in published and writer not in killed:
+        elif (entry.location, entry.generation) not in published and writer not in killed:
             why = "its write was never finished"
         else:
             continue

@@ -46,7 +46,7 @@ def test_row12_row13_lost_bytes_are_computed_again_and_right(
     load: str, engines: Engines, service: ServiceProcess, models: Callable[[str], Path], plain: Plain
 ) -> None:
     model = models("llama")
-    asked = prompts(model, SIX, BLOCKS)
+    asked = prompts(model, SIX, BLOCKS, first=0 if load == "async" else 45)
     right = plain("llama", asked, ANSWER_TOKENS)
     engine = engines.start("one", model, salt=f"lost-{load}", load=load)
     cold = engine.ask(asked, ANSWER_TOKENS)
@@ -74,7 +74,7 @@ def test_row13_with_policy_fail_the_request_ends_in_an_error_and_the_engine_goes
     load: str, engines: Engines, service: ServiceProcess, models: Callable[[str], Path], plain: Plain
 ) -> None:
     model = models("llama")
-    asked = prompts(model, 2, BLOCKS, first=50)
+    asked = prompts(model, 2, BLOCKS, first=260 if load == "async" else 280)
     right = plain("llama", asked, ANSWER_TOKENS)
     engine = engines.start("one", model, salt=f"fail-{load}", policy="fail", load=load)
     cold = engine.ask(asked, ANSWER_TOKENS)

@@ -22,7 +22,7 @@ def test_row02_row03_two_ranks_cold_and_warm_and_with_one_ranks_bytes_gone(
     load: str, engines: Engines, service: ServiceProcess, models: Callable[[str], Path]
 ) -> None:
     model = models("llama")
-    asked = prompts(model, 4, BLOCKS, first=700)
+    asked = prompts(model, 4, BLOCKS, first=700 if load == "async" else 750)
     bare = engines.plain("bare", model, TWO_RANKS, TWO_CORES)
     right = tokens_of(bare.ask(asked, ANSWER_TOKENS))
     bare.stop()

@@ -25,7 +25,7 @@ def test_row17_row19_a_preemption_storm(
     model = models("llama")
     asked = prompts(model, 6, 4, first=300)
     right = plain("llama", asked, MANY_TOKENS)
-    short = {"num_gpu_blocks_override": FEW_BLOCKS}
+    short = {"num_gpu_blocks_override": FEW_BLOCKS, "max_model_len": 512}
     engine = engines.start("one", model, salt=f"storm-{load}", load=load, arguments=short)
     assert tokens_of(engine.ask(asked, MANY_TOKENS)) == right
     assert engine.counts.preempted > 0, "it was to be short of memory"
