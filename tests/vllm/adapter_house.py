@@ -80,7 +80,7 @@ def make_adapter(
     """An adapter in PEFT's format for the queries and values of a Llama of this shape; its folder. What was
     there before is replaced."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # type: ignore[import-not-found]
 
     folder.mkdir(parents=True, exist_ok=True)
     chance = torch.Generator().manual_seed(seed)
