@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCKS = 12
 TWO_RANKS = {"tensor_parallel_size": 2}
+PATIENT = {"timeout_ms": 8_000, "lookup_wait_ms": 8_000}
+"""Workers that wait for each other spin, and on a small machine leave little to the service."""
 TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 
@@ -26,7 +28,12 @@ def test_row02_row03_two_ranks_cold_and_warm_and_with_one_ranks_bytes_gone(
     bare = engines.plain("bare", model, TWO_RANKS, TWO_CORES)
     right = tokens_of(bare.ask(asked, ANSWER_TOKENS))
     bare.stop()
-    named: dict[str, Any] = {"salt": f"ranks-{load}", "arguments": TWO_RANKS, "environment": TWO_CORES}
+    named: dict[str, Any] = {
+        "salt": f"ranks-{load}",
+        "arguments": TWO_RANKS,
+        "environment": TWO_CORES,
+        **PATIENT,
+    }
     one = engines.start("one", model, load=load, **named)
     cold = one.ask(asked, ANSWER_TOKENS)
     assert tokens_of(cold) == right
