@@ -111,7 +111,7 @@ def row(tokens: list[int], possible: int, local: int, loaded: int) -> Row:
 def test_the_hit_rate_is_of_what_was_possible_beyond_the_engines_own_cache() -> None:
     rows = [row([], 10, 4, 6), row([], 10, 0, 0), row([], 0, 0, 0)]
     assert ledger.hit_rate(rows) == 6 / 16
-    assert ledger.hit_rate([row([], 0, 0, 0)]) == 1.0
+    assert ledger.hit_rate([row([], 0, 0, 0)]) == 0.0, "nothing that could be hit shows nothing"
 
 
 def test_other_tokens_are_wrong() -> None:
