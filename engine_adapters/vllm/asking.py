@@ -1,7 +1,7 @@
 """Lookups in the background: a few threads, each question once, within the time that the scheduler waits.
 
 An answer is what this engine can use of what the service said: it is cut before the first block whose storage
-cannot be opened here.
+cannot be opened here. While a shard has no leader its followers are asked, who give no leases.
 """
 
 import logging
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,6 +17,14 @@ from msgspec.structs import replace
 from engine_adapters.vllm.counts import Counts
 from engine_adapters.vllm.openings import Openings
 from metaservice.client import Client, LookupResult
+from metaservice.client.errors import (
+    BREAKER_OPEN,
+    CONNECTION_LOST,
+    NOT_LEADER,
+    REFUSED_CONNECTION,
+    REJECTED,
+    TIMEOUT,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +35,26 @@ KEYS_MAX = 16_384
 """What a lookup may name; of a longer prompt the beginning is looked up."""
 LEFT_MS_MIN = 5
 """With less time than this left the service is not asked."""
+LEADERLESS = frozenset(
+    {TIMEOUT, REFUSED_CONNECTION, CONNECTION_LOST, BREAKER_OPEN, NOT_LEADER, REJECTED + "not_ready"}
+)
+"""Failures that a shard whose leader is gone shows."""
+STALENESS_MS_MAX = 1_000
+"""While nobody leads the instance's shard, a follower's answer may be so old. It comes without a lease."""
+UNLEASED_MS = 2_000
+"""How long such an answer is used. The service keeps bytes longer than any answer may be old; and what is
+read is verified in any case, so the worst is a load that fails."""
 _NS_PER_US = 1_000
 
 
 class Answer(Struct, frozen=True):
     """`hits` blocks from the first key on can be loaded: their places are the rows of `found`, under a lease
-    that is renewed until the ticket is released or dropped. `cut` says what ended the run (`none`, `miss`,
-    `limit`, `switch`, `storage`), `failure` why nothing is known (None: it is), `tier` the kind of storage
-    of the first block. `began_ns`, `ended_ns`: of the call, by the wall clock; 0 without one."""
+    that is renewed until the ticket is released or dropped (a follower's answer has none).
+
+    `cut` says what ended the run (`none`, `miss`, `limit`, `switch`, `storage`), `failure` why nothing is
+    known (None: it is), `tier` the kind of storage of the first block. `began_ns`, `ended_ns`: of the call,
+    by the wall clock; 0 without one.
+    """
 
     hits: int
     found: LookupResult
@@ -52,7 +73,9 @@ def miss(keys: int, *, cut: str = "miss", failure: str | None = None) -> Answer:
 class Question:
     """One lookup. `answer` is set once; `lease` is what it came with."""
 
-    __slots__ = ("answer", "asked_ms", "dropped", "generation", "instance", "keys", "lease", "traceparent")
+    __slots__ = (
+        "answer", "asked_ms", "dropped", "generation", "instance", "keys", "lease", "traceparent", "until_ms",
+    )  # fmt: skip
 
     def __init__(
         self, instance: str, keys: Sequence[bytes], traceparent: str, asked_ms: int, generation: int
@@ -64,6 +87,8 @@ class Question:
         self.generation = generation
         self.answer: Answer | None = None
         self.lease: str | None = None
+        self.until_ms = 0
+        """Of an answer without a lease: when it is not used any more."""
         self.dropped = False
 
 
@@ -171,27 +196,46 @@ class Asking:
         keys = list(question.keys[:KEYS_MAX])
         if not self._unchanged(question.instance):
             return miss(len(keys), failure="adapter_changed")
-        began_ns, at_ns = time.time_ns(), time.perf_counter_ns()
+        began_ns = time.time_ns()
         try:
-            found = self._client.lookup(
-                question.instance,
-                keys,
-                lease_ms=self._limits.lease_ms,
-                renew=True,
-                traceparent=question.traceparent,
-                timeout_ms=max(1, min(self._limits.timeout_ms, left_ms)),
-            )
+            # With room for a second question: the leader may be gone.
+            found = self._call(question, keys, left_ms * 3 // 5, lease_ms=self._limits.lease_ms, renew=True)
             question.lease = found.lease
-            took_ns = time.perf_counter_ns() - at_ns
-            self._counts.add("lookup_calls")
-            self._counts.add("lookup_us", took_ns // _NS_PER_US)
-            self._counts.top("lookup_us_max", took_ns // _NS_PER_US)
+            if found.failure in LEADERLESS:
+                found = self._followed(question, keys, found)
             self._heard(found)
             answer = self._usable(found, question)
         except Exception:  # a fault of ours costs a miss, and the thread goes on
             log.exception("a lookup failed")
             return miss(len(keys), failure="internal")
-        return replace(answer, began_ns=began_ns, ended_ns=began_ns + took_ns)
+        return replace(answer, began_ns=began_ns, ended_ns=time.time_ns())
+
+    def _followed(self, question: Question, keys: list[bytes], found: LookupResult) -> LookupResult:
+        """What a follower says, when no leader answered."""
+        left_ms = question.asked_ms + self._limits.wait_ms - self._clock()
+        if left_ms < LEFT_MS_MIN:
+            return found
+        stale = self._call(question, keys, left_ms, staleness_ms_max=STALENESS_MS_MAX)
+        if stale.failure is not None:
+            return found
+        question.until_ms = self._clock() + UNLEASED_MS
+        self._counts.add("lookups_by_followers")
+        return stale
+
+    def _call(self, question: Question, keys: list[bytes], patience_ms: int, **named: Any) -> LookupResult:
+        at_ns = time.perf_counter_ns()
+        found = self._client.lookup(
+            question.instance,
+            keys,
+            traceparent=question.traceparent,
+            timeout_ms=max(1, min(self._limits.timeout_ms, patience_ms)),
+            **named,
+        )
+        took_us = (time.perf_counter_ns() - at_ns) // _NS_PER_US
+        self._counts.add("lookup_calls")
+        self._counts.add("lookup_us", took_us)
+        self._counts.top("lookup_us_max", took_us)
+        return found
 
     def _usable(self, found: LookupResult, question: Question) -> Answer:
         """What of it can be read here."""

@@ -210,10 +210,14 @@ class Broker:
         return None if question is None else question.answer
 
     def held(self, ticket: str) -> bool:
-        """Whether the blocks of this answer are known to be leased to us now. Asks nobody."""
+        """Whether the blocks of this answer are known to be leased to us now, or were named a moment ago by
+        a follower, who gives no leases. Asks nobody."""
         question = self._tickets.get(ticket)
-        lease = None if question is None else question.lease
-        return lease is not None and self._client.held(lease)
+        if question is None:
+            return False
+        if question.lease is None:
+            return self._clock() < question.until_ms
+        return self._client.held(question.lease)
 
     def drop(self, ticket: str) -> None:
         """The answer is not wanted (any more): its lease is released, now or when it comes. Any number of
@@ -272,9 +276,9 @@ class Broker:
 
     def counters(self) -> dict[str, int]:
         """What was counted since the last call: `lookup_calls`, `lookup_us` (and `_max`),
-        `lookup_failures_*`, `late_answers`, `unreachable_blocks`, `leases`, `leases_released`,
-        `leases_ran_out`, `removed_blocks`, `removals_left`, `registrations`, `registrations_lost`,
-        `switch_changes`."""
+        `lookup_failures_*`, `lookups_by_followers`, `late_answers`, `unreachable_blocks`, `leases`,
+        `leases_released`, `leases_ran_out`, `removed_blocks`, `removals_left`, `registrations`,
+        `registrations_lost`, `switch_changes`."""
         changes, self._watching.changes = self._watching.changes, 0
         self._counts.add("switch_changes", changes)
         return self._counts.drain()

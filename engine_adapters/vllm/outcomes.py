@@ -57,7 +57,8 @@ class Outcomes:
         loading.began_ns = min(loading.began_ns or loaded.began_ns, loaded.began_ns)
         loading.ended_ns = max(loading.ended_ns, loaded.ended_ns)
         if loaded.bad:
-            self._broker.bad(loading.instance, list(loaded.bad))
+            if loading.leased:  # what a follower named may have gone in all honesty
+                self._broker.bad(loading.instance, list(loaded.bad))
             self._known.discard(loading.instance, loaded.bad)
             self.counts.add("bad_blocks", len(loaded.bad))
             if self._events and len(self._gone) < UNTOLD_MAX:

@@ -38,6 +38,7 @@ COUNTERS = {
     "save_drops_*": "these, by reason",
     "preemptions": "preempted requests",
     "lookup_calls": "lookups sent to the service",
+    "lookups_by_followers": "of these, those that a follower answered while nobody led, without a lease",
     "lookup_us": "time that they took",
     "lookup_failures_*": "lookups that failed, by reason",
     "late_answers": "answers that nobody waited for any more",

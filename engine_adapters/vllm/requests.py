@@ -113,6 +113,7 @@ class Loading(Struct):
     size_bytes: int = 0
     reason: str = ""
     traceparent: str = ""
+    leased: bool = True
     began_ns: int = 0
     ended_ns: int = 0
 

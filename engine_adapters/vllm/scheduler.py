@@ -242,7 +242,12 @@ class SchedulerSide:
         if self._loads[-1].sync:
             self._sync_firsts.append((first, self._loads[-1].places.keys[0]))
         self.outcomes.loads[tracked.ticket] = Loading(
-            request.request_id, tracked.instance, rows, blocks=rows, traceparent=traceparent
+            request.request_id,
+            tracked.instance,
+            rows,
+            blocks=rows,
+            traceparent=traceparent,
+            leased=tracked.answer.found.lease is not None,
         )
         tracked.answer, tracked.phase = None, Phase.loading
 

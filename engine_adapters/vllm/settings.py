@@ -26,7 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     group: str
     """The instance group that pays for the blocks; an operator made it."""
     engine: str = ""
-    """The engine's id, kept over restarts; empty: made of host name and port of the engine's process."""
+    """The engine's id, kept over restarts and never another engine's; empty: a new one with each start."""
     instance_prefix: str = "vllm"
     """Instances are named `<prefix>-<digest of the namespace>`."""
     tenant: str = ""
