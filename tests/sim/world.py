@@ -7,6 +7,7 @@ whatever the machine says.
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from itertools import filterfalse
 from random import Random
 from typing import Any, NamedTuple
 
@@ -333,8 +334,9 @@ class World(House):
                 self.flush()
 
     def sweep(self, worker: str, incarnation: str) -> None:
-        """A worker deletes the bytes that no block has."""
-        for storage in self.model.state.storages:
+        """A worker deletes the bytes that no block has. Memory is not looked through: it goes with whoever
+        holds it, and until then its readers have what they were promised."""
+        for storage in filterfalse(self.model.volatile, self.model.state.storages):
             places = sorted({key[0] for key, value in self.disk.items() if value[3] == storage})
             locations = array("Q", [location for location, _ in places])
             generations = array("I", [generation for _, generation in places])
