@@ -10,7 +10,7 @@ nothing, whoever dies when.
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from stat import S_ISREG
@@ -18,8 +18,8 @@ from typing import Literal, get_args
 
 from dataplane import integrity
 from dataplane.backends import posix_layout as layout
+from dataplane.backends.one_by_one import OneByOne
 from dataplane.backends.posix_scan import scan, stamp_of
-from dataplane.batch import Batch, kept
 from dataplane.buffers import payload_of, writable
 from dataplane.integrity import HEADER_BYTES, BadPlace
 from dataplane.port import (
@@ -98,13 +98,13 @@ def open_posix(options: Mapping[str, str]) -> "Posix":
     return Posix(root, fsync, int(threads))  # type: ignore[arg-type]
 
 
-class Posix:
+class Posix(OneByOne):
     """See the module. Made by `open_posix`."""
 
     def __init__(self, root: str, fsync: Fsync, threads: int) -> None:
         self._root = root.rstrip("/")
         self._fsync = fsync
-        self._batch = Batch(threads, "posix-backend")
+        super().__init__(threads, "posix-backend")
         self._token = secrets.token_hex(8)
         self._numbers = count()
 
@@ -141,9 +141,6 @@ class Posix:
             with _write_errors(place, _WRITE_REASONS):
                 _flush_folder(layout.folder_of(self._root, place))
         return checksum
-
-    def write_many(self, places: Sequence[Place], data: Sequence[Buffer]) -> list[int | WriteFailed]:
-        return self._batch.run(kept(self.write, WriteFailed), places, data)
 
     def _fill(self, place: Place, temporary: str, header: bytes, payload: memoryview) -> None:
         with _write_errors(place, _WRITE_REASONS):
@@ -215,21 +212,6 @@ class Posix:
                 view[:] = bytes(len(view))
                 raise
 
-    def read_many(
-        self, places: Sequence[Place], checksums: Sequence[int] | None = None
-    ) -> list[bytes | ReadRefused]:
-        expected: Sequence[int | None] = [None] * len(places) if checksums is None else checksums
-        return self._batch.run(kept(self.read, ReadRefused), places, expected)
-
-    def read_many_into(
-        self,
-        places: Sequence[Place],
-        buffers: Sequence[bytearray | memoryview],
-        checksums: Sequence[int] | None = None,
-    ) -> list[ReadRefused | None]:
-        expected: Sequence[int | None] = [None] * len(places) if checksums is None else checksums
-        return self._batch.run(kept(self.read_into, ReadRefused), places, buffers, expected)
-
     @contextmanager
     def _verified_header(self, place: Place, checksum: int | None) -> Iterator[tuple[int, int]]:
         """(descriptor, checksum of the payload) of the file of `place`, its header and length verified."""
@@ -262,9 +244,6 @@ class Posix:
             raise DeleteFailed("bad_place", str(place), str(error)) from None
         return self._unlink(layout.path_of(self._root, place))
 
-    def delete_many(self, places: Sequence[Place]) -> list[bool | DeleteFailed]:
-        return self._batch.run(kept(self.delete, DeleteFailed), places)
-
     def scan(self, cluster: str | None = None) -> Iterator[Found]:
         return scan(self._root, cluster)
 
@@ -289,9 +268,6 @@ class Posix:
                     raise DeleteFailed("root_missing", path) from None
                 return False
         return True
-
-    def close(self) -> None:
-        self._batch.close()
 
 
 # --- bytes ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ its memory, and a forked child shares nothing.
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
@@ -19,8 +19,8 @@ from dataplane import integrity
 from dataplane.backends import shm_layout as layout
 from dataplane.backends import shm_pool as pools
 from dataplane.backends import shm_slots as slots
+from dataplane.backends.one_by_one import OneByOne
 from dataplane.backends.shm_scan import scan, stamp_of
-from dataplane.batch import Batch, kept
 from dataplane.buffers import payload_of, writable
 from dataplane.integrity import HEADER_BYTES, BadPlace
 from dataplane.port import (
@@ -98,13 +98,13 @@ class _Slot(NamedTuple):
         return self.stride - layout.FRONT_BYTES
 
 
-class Shm:
+class Shm(OneByOne):
     """See the module. Made by `open_shm`."""
 
     def __init__(self, directory: str, pool: str, threads: int) -> None:
         self._directory = directory
         self._pool = pool
-        self._batch = Batch(threads, "shm-backend")
+        super().__init__(threads, "shm-backend")
         self._strides: dict[str, int] = {}
 
     @property
@@ -152,9 +152,6 @@ class Shm:
                 raise WriteFailed("root_missing", place, _GONE)
         return checksum
 
-    def write_many(self, places: Sequence[Place], data: Sequence[Buffer]) -> list[int | WriteFailed]:
-        return self._batch.run(kept(self.write, WriteFailed), places, data)
-
     def _free(self, descriptor: int, slot: _Slot, place: Place, checksum: int) -> bool:
         """Under the lock: whether the slot may be filled now; False when the same bytes are there already.
         Raises WriteFailed."""
@@ -184,21 +181,6 @@ class Shm:
     def read_into(self, place: Place, buffer: bytearray | memoryview, checksum: int | None = None) -> None:
         view = writable(place, buffer)
         self._settled(place, lambda descriptor, slot: _copy_into(descriptor, slot, place, view, checksum))
-
-    def read_many(
-        self, places: Sequence[Place], checksums: Sequence[int] | None = None
-    ) -> list[bytes | ReadRefused]:
-        expected: Sequence[int | None] = [None] * len(places) if checksums is None else checksums
-        return self._batch.run(kept(self.read, ReadRefused), places, expected)
-
-    def read_many_into(
-        self,
-        places: Sequence[Place],
-        buffers: Sequence[bytearray | memoryview],
-        checksums: Sequence[int] | None = None,
-    ) -> list[ReadRefused | None]:
-        expected: Sequence[int | None] = [None] * len(places) if checksums is None else checksums
-        return self._batch.run(kept(self.read_into, ReadRefused), places, buffers, expected)
 
     def _settled(self, place: Place, copy: Callable[[int, _Slot], Result]) -> Result:
         """What `copy` gives. A copy that does not verify may have been taken while the slot changed: then
@@ -236,9 +218,6 @@ class Shm:
             return False
         return _emptied(slot, lambda label: label is None or label.generation <= place.generation)
 
-    def delete_many(self, places: Sequence[Place]) -> list[bool | DeleteFailed]:
-        return self._batch.run(kept(self.delete, DeleteFailed), places)
-
     def scan(self, cluster: str | None = None) -> Iterator[Found]:
         return scan(self._directory, self._pool, cluster)
 
@@ -251,9 +230,6 @@ class Shm:
         if slot is None:
             return False
         return _emptied(slot, lambda label: label is not None and stamp_of(label) == found.stamp)
-
-    def close(self) -> None:
-        self._batch.close()
 
 
 # --- slots ---------------------------------------------------------------------------------------------

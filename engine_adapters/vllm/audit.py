@@ -5,7 +5,7 @@ import os
 import time
 from contextlib import suppress
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -35,80 +35,26 @@ class PageEntry(msgspec.Struct, frozen=True):
     generation: int = 0
 
 
-class Audit(Protocol):
-    """Notes pages. Never raises."""
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is noted: what costs time to find out is not found out otherwise."""
-        ...
-
-    def note(
-        self,
-        what: What,
-        key: bytes,
-        part: str,
-        *,
-        request: str,
-        data: memoryview | None = None,
-        checksum: int = 0,
-        location: int = 0,
-        generation: int = 0,
-    ) -> None:
-        """Note one page; its checksum is made of `data` where that is given."""
-        ...
-
-    def act_as(self, engine: str, incarnation: str) -> None:
-        """For whom pages are moved from now on."""
-        ...
-
-    def close(self) -> None:
-        """No more entries."""
-        ...
-
-
-class NoAudit:
-    """Notes nothing."""
-
-    on = False
-
-    def note(
-        self,
-        what: What,
-        key: bytes,
-        part: str,
-        *,
-        request: str,
-        data: memoryview | None = None,
-        checksum: int = 0,
-        location: int = 0,
-        generation: int = 0,
-    ) -> None:
-        """Nothing."""
-
-    def act_as(self, engine: str, incarnation: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class FileAudit:
+class Audit:
     """JSON lines at the end of a file, which engines may share: each is one write, which survives the process
     that made it. Called from background threads only, since a disk may be slow. It ends by itself at
-    `size_bytes_max`, and at the first error: an engine does not fail for its diary."""
+    `size_bytes_max`, and at the first error: an engine does not fail for its diary. `on`: whether anything
+    is noted: what costs time to find out is not found out otherwise."""
 
     def __init__(self, path: str, size_bytes_max: int = AUDIT_SIZE_BYTES_MAX) -> None:
-        """Raises OSError when the file cannot be opened."""
+        """Without a path nothing is noted. Raises OSError when the file cannot be opened."""
         self._path = path
         self._lock = Lock()
         self._left = size_bytes_max
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         self._engine = self._incarnation = ""
-        self.on = True
+        self._descriptor = -1
+        self.on = bool(path)
+        if self.on:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags, 0o640)
 
     def act_as(self, engine: str, incarnation: str) -> None:
-        """See Audit."""
+        """For whom pages are moved from now on."""
         self._engine, self._incarnation = engine, incarnation
 
     def note(
@@ -123,7 +69,7 @@ class FileAudit:
         location: int = 0,
         generation: int = 0,
     ) -> None:
-        """See Audit."""
+        """Note one page; its checksum is made of `data` where that is given. Never raises."""
         if not self.on:
             return
         entry = PageEntry(
@@ -150,13 +96,8 @@ class FileAudit:
             os.close(self._descriptor)
 
     def close(self) -> None:
-        """See Audit."""
+        """No more entries."""
         with self._lock:
             if self.on:
                 self.on = False
                 os.close(self._descriptor)
-
-
-def open_audit(path: str) -> Audit:
-    """The audit that `path` names; none when it is empty. Raises OSError."""
-    return FileAudit(path) if path else NoAudit()

@@ -351,7 +351,7 @@ class SchedulerSide:
         return list(request.all_token_ids[start * size : end * size])
 
     def _computed(self, name: str) -> None:
-        """For the spans: when a request's own computing began, and when its prompt was through."""
+        """For the spans: when a request's own computing began. It ends with the request."""
         tracked = self._tracked.get(name)
         if tracked is not None and not tracked.computed_ns:
             tracked.computed_ns = time.time_ns()

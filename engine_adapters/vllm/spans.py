@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from engine_adapters.vllm.settings import Settings, SettingsRefused
 
@@ -38,20 +38,21 @@ ONE_AT_A_TIME = frozenset({"ucm.lookup"})
 Attributes = Mapping[str, str | int | float | bool]
 
 
-class Spans(Protocol):
-    """What the scheduler's side notes of requests. Called from one thread. Returns at once, raises nothing.
+class Spans:
+    """What the scheduler's side notes of requests; this one notes nothing, for spans that are off.
 
-    Times are ns since 1970; 0 is "not known" (a child then began when it was opened, or ended just now). A
-    `traceparent` is in W3C's form, empty when there is none to send.
+    Called from one thread. Returns at once, raises nothing. Times are ns since 1970; 0 is "not known" (a
+    child then began when it was opened, or ended just now). A `traceparent` is in W3C's form, empty when
+    there is none to send.
     """
 
     def begin(self, request: str, tokens: int, headers: Mapping[str, str] | None) -> str:
         """A request arrived with so many tokens, and with its caller's trace headers. Its traceparent."""
-        ...
+        return ""
 
     def open(self, request: str, name: str) -> str:
         """A child begins: its traceparent, to be sent along with what is done for it."""
-        ...
+        return ""
 
     def close(
         self,
@@ -64,44 +65,12 @@ class Spans(Protocol):
     ) -> None:
         """A child ended; attributes that are empty texts are left out. `traceparent` is what `open` returned;
         without it the child that was opened first is meant. May come after the request's end."""
-        ...
 
     def end(self, request: str, attributes: Attributes) -> None:
         """The request ended. Its lookup, if still open, was given up; its other children may close later."""
-        ...
 
     def shutdown(self) -> None:
         """Send what is left, for a bounded time."""
-        ...
-
-
-class NoSpans:
-    """Spans are off."""
-
-    def begin(self, request: str, tokens: int, headers: Mapping[str, str] | None) -> str:
-        """No trace."""
-        return ""
-
-    def open(self, request: str, name: str) -> str:
-        """No child."""
-        return ""
-
-    def close(
-        self,
-        request: str,
-        name: str,
-        attributes: Attributes,
-        start_ns: int,
-        end_ns: int,
-        traceparent: str = "",
-    ) -> None:
-        """Nothing to note."""
-
-    def end(self, request: str, attributes: Attributes) -> None:
-        """Nothing to note."""
-
-    def shutdown(self) -> None:
-        """Nothing to send."""
 
 
 class _Open:
@@ -138,7 +107,7 @@ class _Trace:
         return None
 
 
-class OtelSpans:
+class OtelSpans(Spans):
     """Spans through the OpenTelemetry SDK.
 
     `processor` replaces the SDK's batches and its OTLP exporter (a test's). Raises SettingsRefused when
@@ -298,7 +267,7 @@ class OtelSpans:
 
 def open_spans(settings: Settings) -> Spans:
     """The spans of this engine. Raises SettingsRefused: see OtelSpans."""
-    return OtelSpans(settings.engine) if settings.spans else NoSpans()
+    return OtelSpans(settings.engine) if settings.spans else Spans()
 
 
 def _traceparent(context: Any) -> str:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from dataplane.pages import Pages
-from engine_adapters.vllm.audit import Audit, open_audit
+from engine_adapters.vllm.audit import Audit
 from engine_adapters.vllm.counts import Counts
 from engine_adapters.vllm.loader import ABORTED, LATE, SUPERSEDED, Load, Loader
 from engine_adapters.vllm.mover import Mover
@@ -86,7 +86,7 @@ class WorkerSide:
         self._pages = pages
         self._mover = mover
         self._counts = Counts()
-        self._audit = audit or open_audit(settings.audit_path)
+        self._audit = audit or Audit(settings.audit_path)
         self._identity: Identity | None = None
         self._loader = Loader(settings, rank, pages, mover, self._counts, self._audit)
         self._saver = Saver(settings, rank, pages, mover, self._counts, self._audit)

@@ -11,7 +11,7 @@ from engine_adapters.vllm.rank import RankParts
 from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.scheduler import Shape as CacheShape
 from engine_adapters.vllm.settings import Settings
-from engine_adapters.vllm.spans import NoSpans
+from engine_adapters.vllm.spans import Spans
 from engine_adapters.vllm.worker import WorkerSide
 from tests.engines.cut_relay import CutRelay
 from tests.engines.engine_request import Adapter, Status
@@ -102,7 +102,7 @@ class UcmEngine:
             self.broker.wait_ready(made.start_wait_ms)
         windows = tuple(window > 0 for window in self.shape.windows)
         cache = CacheShape(self.shape.block_tokens, windows, self.shape.ranks)
-        self.side = SchedulerSide(made, cache, self.broker, NoSpans(), events=True)
+        self.side = SchedulerSide(made, cache, self.broker, Spans(), events=True)
         self.face = OurScheduler(self.side, sync=made.load == "sync")
         self.workers: list[WorkerSide] = []
         self.pages: list[FakePages] = []

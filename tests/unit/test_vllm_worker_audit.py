@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dataplane.integrity import checksum_of
-from engine_adapters.vllm.audit import FileAudit, NoAudit, PageEntry, open_audit
+from engine_adapters.vllm.audit import Audit, PageEntry
 from engine_adapters.vllm.orders import StepOrders
 from tests.unit.vllm_memory_service import MemoryService, content, key_of
 from tests.unit.vllm_worker_house import IDENTITY, load_order, ranks_of, save_order
@@ -60,18 +60,18 @@ def test_what_may_serve_is_noted_before_it_does(tmp_path: Path) -> None:
 
 
 def test_it_is_off_by_default_and_refused_at_start_when_it_cannot_be(tmp_path: Path) -> None:
-    assert isinstance(open_audit(""), NoAudit)
+    assert not Audit("").on
     with pytest.raises(OSError, match="No such file"):
-        open_audit(str(tmp_path / "no" / "such" / "folder"))
+        Audit(str(tmp_path / "no" / "such" / "folder"))
 
 
 def test_it_ends_when_it_is_full_and_when_the_disk_fails(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    audit = FileAudit(str(path), size_bytes_max=600)
+    audit = Audit(str(path), size_bytes_max=600)
     for _ in range(20):
         audit.note("loaded", b"k" * 32, "tp0", request="r")
     assert not audit.on and 0 < path.stat().st_size <= 600
-    other = FileAudit(str(path))
+    other = Audit(str(path))
     os.close(other._descriptor)
     other.note("loaded", b"k" * 32, "tp0", request="r")
     assert not other.on
