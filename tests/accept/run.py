@@ -8,18 +8,16 @@ everything, and the lines above say what; 2: it could not be carried through; 13
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 
+from metaservice.cli.local.ending import end_in_order
 from metaservice.cli.local.places import keep, temporary_folder
 from metaservice.cli.local.process import LocalFailed
 from metaservice.client import ClientError
@@ -34,7 +32,6 @@ from tests.accept.site import Site
 
 EXIT_SHORT = 1
 EXIT_FAILED = 2
-EXIT_INTERRUPTED = 130
 PLAIN = "engine-plain"
 
 
@@ -168,12 +165,6 @@ def _tracebacks(folder: Path) -> int:
     return sum(log.read_text(encoding="utf-8", errors="replace").count("Traceback (most") for log in logs)
 
 
-def _interrupt(number: int, _: FrameType | None) -> NoReturn:
-    for later in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(later, signal.SIG_IGN)  # the end in order is under way
-    raise SystemExit(EXIT_INTERRUPTED)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """From a command line; the exit status."""
     parser = argparse.ArgumentParser(
@@ -184,8 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the questions and their order (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="leave the temporary folder behind")
     options = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    end_in_order()
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         stay = True

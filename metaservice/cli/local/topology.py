@@ -2,17 +2,15 @@
 the demo on them. Its last line is the demo's, one JSON object; its exit status is the demo's."""
 
 import argparse
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from metaservice.cli.local.cluster import LocalCluster
+from metaservice.cli.local.ending import EXIT_INTERRUPTED, end_in_order
 from metaservice.cli.local.places import keep, temporary_folder
 from metaservice.cli.local.process import LocalFailed, launch_command
 from metaservice.cli.local.replicas import LocalReplica
@@ -22,7 +20,6 @@ RESTART_PAUSE_S = 3.0
 TEND_EVERY_S = 0.1
 DEMO_STOP_TIMEOUT_S = 30.0
 EXIT_FAILED = 2
-EXIT_INTERRUPTED = 130
 
 TTL_MS = 5_000
 LIMITS = {
@@ -119,12 +116,6 @@ def _end(demo: "subprocess.Popen[bytes]") -> None:
         demo.kill()
 
 
-def _interrupt(number: int, _: FrameType | None) -> NoReturn:
-    for later in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(later, signal.SIG_IGN)  # the end in order is under way
-    raise SystemExit(EXIT_INTERRUPTED)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """From a command line; the exit status."""
     parser = argparse.ArgumentParser(
@@ -135,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", type=Path, help="new or empty folder for data and logs; it stays")
     parser.add_argument("--keep", action="store_true", help="leave the temporary folder behind")
     options, demo_arguments = parser.parse_known_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    end_in_order()
     try:
         with ExitStack() as stack:
             folder = _own(options.dir) if options.dir else stack.enter_context(temporary_folder())
