@@ -58,6 +58,39 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     blocks: int | None = None
 
 
+class Publication(Struct, frozen=True, forbid_unknown_fields=True):
+    """How an instance's blocks are announced to routers. `model`: the name that routers know the model by.
+    `routing_group`: instances that share it are told apart by no router ("": the model); they must name
+    blocks alike. `lora`: the adapter all of the instance's blocks are for. `hash_of`: which 8 bytes of a key
+    are the engine's own event hash: `tail64` (vLLM) or `head64` (SGLang), big-endian. `entries_max`: at most
+    so many blocks are announced at a time, those used last."""
+
+    model: str
+    routing_group: str = ""
+    lora: str = ""
+    hash_of: str = "tail64"
+    entries_max: int = 50_000
+
+    @property
+    def group(self) -> str:
+        """The routing group it is in."""
+        return self.routing_group or self.model
+
+
+class Endpoints(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine is, for routers and for the service. `node`: whose local storages it reaches (a
+    storage's fault domain). `address`: `ip:port` as routers know it. `worker_id`: its number in Dynamo (0:
+    made from its id). `events`/`replay`: where it publishes its own cache events, "" when it does not;
+    `dialect`: `vllm` or `sglang`."""
+
+    node: str = ""
+    address: str = ""
+    worker_id: int = 0
+    events: str = ""
+    replay: str = ""
+    dialect: str = "vllm"
+
+
 class SwitchMode(IntEnum):
     """Degradation switch, ordered by strictness: the strictest on the path holds."""
 
