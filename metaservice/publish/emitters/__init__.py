@@ -1,0 +1,1 @@
+"""Emitters: one dialect of cache events each, over the same windows."""
