@@ -59,9 +59,9 @@ class Emitter(Protocol):
         ...
 
     def snapshot(self, stream: Stream, runs: Iterable[Run], gone: Iterable[Gone]) -> Iterator[Sequence[Raw]]:
-        """The stream's state from nothing: what is gone as removed, then each of `runs` as removed and stored,
-        which leaves a consumer with exactly one of each whatever it knew before. Runs and gones of other
-        streams are passed over; `runs` come parents first. Each item is the events of at most
+        """The stream's state from nothing: what is gone as removed, then each of `runs` as removed and
+        stored, which leaves a consumer with exactly one of each whatever it knew before. Runs and gones of
+        other streams are passed over; `runs` come parents first. Each item is the events of at most
         EVENT_BLOCKS_MAX blocks that belong in one payload; items may be put in one payload together."""
         ...
 
