@@ -78,11 +78,17 @@ _ALL = (
     Problem("in_use", 409, "Others still depend on it"),
     Problem("not_expired", 409, "The engine or worker has not expired, and its incarnation was not named"),
     Problem("instance_retiring", 409, "The instance is being removed"),
+    Problem("canary_mismatch", 409, "The engine's probe block has another hash than the instance's"),
+    Problem(
+        "hash_space_mixed", 409, "Instances of one routing group would give the same tokens different hashes"
+    ),
+    Problem("events_off", 409, "This replica publishes no cache events"),
     # -- not now
     Problem("not_leader", 421, "Another replica leads the shard"),
     Problem("overloaded", 503, "Too many requests at once", True),
     Problem("not_ready", 503, "The service is starting, stopping or not leading", True),
     Problem("journal_unavailable", 503, "The journal cannot take writes now", True),
+    Problem("events_unavailable", 503, "The publisher of cache events does not answer now", True),
     Problem("too_many_sessions", 503, "Too many write sessions are open", True),
     Problem("too_many_leases", 503, "Too many read leases are open", True),
     Problem("registry_full", 409, "The limit of registered names of this kind is reached"),
