@@ -99,8 +99,8 @@ class Tombstones(Message, frozen=True, array_like=True, tag="tombstones"):
 
 class Leads(Message, frozen=True, array_like=True, tag="leads"):
     """Whether this replica leads the shard now, and in which epoch: then its streams are served, from the
-    next window on. Whether a batch may be sent is up to the fence (`fence`), each time; what was to be sent in one
-    epoch is never sent in another one, for somebody else may have gone on meanwhile."""
+    next window on. Whether a batch may be sent is up to the fence (`fence`), each time; what was to be sent
+    in one epoch is never sent in another one, for somebody else may have gone on meanwhile."""
 
     shard: int
     leads: bool
