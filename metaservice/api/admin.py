@@ -13,6 +13,7 @@ import metaservice
 from .call import request_id_of
 from .documents import PROBLEM_RESPONSES
 from .errors import ApiError, problem_response
+from .events_desk import EventsDesk
 from .hot import HotRoutes
 from .http import HttpRequest
 from .media import MSGPACK
@@ -20,12 +21,13 @@ from .openapi import document
 from .respond import WireRoute, encoded
 from .routes.catalogue import add_catalogue_routes
 from .routes.cluster import add_cluster_routes
+from .routes.events import add_event_routes
 from .routes.system import add_system_routes
 from .routing import Routing
 from .settings import ApiSettings
 
 
-def build_admin(routing: Routing, settings: ApiSettings, hot: HotRoutes) -> FastAPI:
+def build_admin(routing: Routing, settings: ApiSettings, hot: HotRoutes, desk: EventsDesk) -> FastAPI:
     """The admin application. Its scope must carry the HttpRequest under `ucm.request`."""
     app = FastAPI(
         title="UcmMetaService",
@@ -40,6 +42,7 @@ def build_admin(routing: Routing, settings: ApiSettings, hot: HotRoutes) -> Fast
     add_catalogue_routes(app.router, routing, settings)
     add_system_routes(app.router, routing, settings)
     add_cluster_routes(app.router, routing)
+    add_event_routes(app.router, routing, desk)
     schema: list[bytes] = []
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -10,13 +10,14 @@ from metaservice.telemetry.tracing import Tracer
 from .admin import build_admin
 from .call import NOWHERE, request_id_of
 from .errors import FAULT, ApiError, error_of, problem_response
+from .events_desk import EventsDesk
 from .forward import Forwarder, led_elsewhere
 from .hot import HotRoutes
 from .http import SPECIAL_HEADERS, Answer, Header, Headers, HttpRequest, HttpResponse
 from .media import JSON, MSGPACK
 from .names import unquoted
 from .peers import Peers
-from .port import ReplicaPort
+from .port import EventsPort, ReplicaPort
 from .routing import Routing
 from .settings import ApiSettings
 
@@ -40,7 +41,13 @@ class App:
     """
 
     def __init__(
-        self, replica: ReplicaPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings, peers: Peers
+        self,
+        replica: ReplicaPort,
+        metrics: Metrics,
+        tracer: Tracer,
+        settings: ApiSettings,
+        peers: Peers,
+        events: EventsPort | None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -49,8 +56,9 @@ class App:
         self._tracer = tracer
         self._forwarder = Forwarder(replica, peers, metrics, settings)
         routing = Routing(replica)
-        self._hot = HotRoutes(routing, self._forwarder, metrics, tracer, settings)
-        self._admin = build_admin(routing, settings, self._hot)
+        desk = EventsDesk(events, settings)
+        self._hot = HotRoutes(routing, self._forwarder, metrics, tracer, settings, desk)
+        self._admin = build_admin(routing, settings, self._hot, desk)
         self._unmatched = metrics.route("any", "unmatched")
         self._probes = {path: metrics.route("GET", path) for path in _PROBES}
         catalogue = routing.catalogue
@@ -295,9 +303,15 @@ def _collected(sent: list[Message]) -> HttpResponse:
 
 
 def build_app(
-    replica: ReplicaPort, metrics: Metrics, tracer: Tracer, settings: ApiSettings, peers: Peers
+    replica: ReplicaPort,
+    metrics: Metrics,
+    tracer: Tracer,
+    settings: ApiSettings,
+    peers: Peers,
+    events: EventsPort | None = None,
 ) -> App:
     """The application over one replica. It holds no state of the domain and starts nothing by itself; `peers`
-    reaches the other replicas, and is closed by whoever made it.
+    reaches the other replicas and `events` the publisher (None: this replica publishes no cache events); both
+    are closed by whoever made them.
     """
-    return App(replica, metrics, tracer, settings, peers)
+    return App(replica, metrics, tracer, settings, peers, events)

@@ -1,7 +1,10 @@
 """One request on its way through the hot routes: what handlers need besides the body."""
 
+from collections.abc import Callable, Coroutine, Iterator
 from itertools import count
 from typing import Any
+
+from msgspec import Struct
 
 from metaservice.telemetry.tracing import Span
 
@@ -55,3 +58,9 @@ def request_id_of(request: HttpRequest) -> str:
     if given and len(given) <= 64 and given.isascii() and given.decode("ascii").isprintable():
         return given.decode("ascii")
     return f"req-{next(_numbers)}"
+
+
+Reply = Struct | Coroutine[Any, Any, Struct]
+Handler = Callable[[Call, Any], Reply]
+Table = Iterator[tuple[str, str, type[Struct], type[Struct], Handler]]
+"""Hot routes: method, path template, request, reply and handler of each."""

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from metaservice.core import commands
 from metaservice.core.ids import caller_name, shard_of
-from metaservice.core.model import Limits
+from metaservice.core.model import Endpoints, Fingerprint, Limits
 from metaservice.wire import schemas as wire
-from metaservice.wire.columns import ColumnError, flags_of, key_of, keys_of, numbers_of
+from metaservice.wire import schemas_members as members_wire
+from metaservice.wire.columns import ColumnError, flags_of, key_of, keys_of, numbers_of, token_rows, u64
 
 MODES = ("prefix", "window", "state", "each")
 PARTS_MAX = 256
@@ -21,6 +22,13 @@ class KeyRule(Protocol):
 
     @property
     def key_length(self) -> int: ...
+
+
+class BlockRule(KeyRule, Protocol):
+    """What of an instance is needed to read its blocks' token ids."""
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
 
 
 def lookup(instance: str, info: KeyRule, body: wire.LookupRequest, limits: Limits) -> commands.Lookup:
@@ -48,9 +56,9 @@ def lookup(instance: str, info: KeyRule, body: wire.LookupRequest, limits: Limit
 
 
 def start_write(
-    instance: str, info: KeyRule, body: wire.StartWriteRequest, limits: Limits
+    instance: str, info: BlockRule, body: wire.StartWriteRequest, limits: Limits
 ) -> commands.StartWrite:
-    """Raises ColumnError for a key that is not one, or parents of another length than keys."""
+    """Raises ColumnError for a key or row of token ids that is not one, or columns of different lengths."""
     length = info.key_length
     keys = keys_of(body.keys, length, "keys", limits.keys_per_request_max)
     parents: list[bytes | None] | None = None
@@ -80,6 +88,11 @@ def start_write(
         sizes=None if body.sizes is None else tuple(body.sizes),
         ttl_ms=body.ttl_ms,
         request_id=body.request_id or "",
+        tokens=None
+        if body.tokens is None
+        else token_rows(body.tokens, "tokens", len(keys), info.fingerprint.block_size_tokens),
+        lora=body.lora,
+        salt=body.salt,
     )
 
 
@@ -151,8 +164,28 @@ def remove(instance: str, info: KeyRule, body: wire.RemoveRequest, limits: Limit
     )
 
 
+def register_engine(engine: str, body: members_wire.RegisterEngineRequest) -> commands.RegisterEngine:
+    """Register the engine of that name. Raises ColumnError for a worker id that is no u64."""
+    told = body.endpoints or members_wire.EngineEndpoints()
+    return commands.RegisterEngine(
+        engine=engine,
+        incarnation=body.incarnation,
+        instance=body.instance or "",
+        rank=body.rank,
+        endpoints=Endpoints(
+            node=told.node,
+            address=told.address,
+            worker_id=u64(told.worker_id, "endpoints.worker_id"),
+            events=told.events,
+            replay=told.replay,
+            dialect=told.dialect,
+        ),
+        canary=body.canary,
+    )
+
+
 def confirm_task(
-    worker: str, task: str, body: wire.ConfirmTaskRequest, limits: Limits
+    worker: str, task: str, body: members_wire.ConfirmTaskRequest, limits: Limits
 ) -> commands.ConfirmTask:
     """Raises ColumnError for a malformed column."""
     return commands.ConfirmTask(
@@ -163,7 +196,7 @@ def confirm_task(
     )
 
 
-def unknown_places(worker: str, body: wire.UnknownRequest, limits: Limits) -> commands.Unknown:
+def unknown_places(worker: str, body: members_wire.UnknownRequest, limits: Limits) -> commands.Unknown:
     """Raises ColumnError for malformed columns, columns of different lengths, or locations of several
     shards.
     """

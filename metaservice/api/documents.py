@@ -5,6 +5,8 @@ from typing import Any
 from msgspec import Struct
 
 from metaservice.core import replies, views
+from metaservice.wire.schemas_cluster import ClusterReply
+from metaservice.wire.schemas_events import EventsReply
 
 _PROBLEM: dict[str, Any] = {"$ref": "#/components/schemas/Problem"}
 _PROBLEM_CONTENT: dict[str, Any] = {
@@ -80,6 +82,8 @@ VIEWS: tuple[type[Struct], ...] = (
     Status,
     HandedOver,
     Gone,
+    ClusterReply,
+    EventsReply,
 )
 """Everything that admin routes answer with."""
 

@@ -24,6 +24,10 @@ FAULT = "this request met a fault of the service; its log has more"
 NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ : @ + - and a letter or digit first"
 TOKEN_RULE = "1 to 64 of A-Z a-z 0-9 . _ : @ + -"  # noqa: S105 - words for people, no secret
 _NAMES = frozenset({"group", "engine", "instance", "storage", "storages", "parts", "name", "tenant"})
+_RULES = {
+    **dict.fromkeys(("lora", "salt", "canary", "node"), "without control characters"),
+    **dict.fromkeys(("address", "events", "replay"), "printable ASCII without spaces"),
+}
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`\Z", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`", re.DOTALL)
@@ -119,11 +123,11 @@ def _validation_error(message: str) -> ApiError:
         return ApiError("invalid_field", "this field is required", field)
     if not at:
         return ApiError("bad_request", f"the body has to be one object of named fields: {text}")
-    name = re.split(r"[.\[]", place)[0]
+    name, leaf = re.split(r"[.\[]", place)[0], re.split(r"[.\[\]]", place)[-1]
     if "matching regex" in text:
         if name in _NAMES:
             return ApiError("invalid_name", f"a name is {NAME_RULE}", place)
-        return ApiError("invalid_field", f"it has to be {TOKEN_RULE}", place)
+        return ApiError("invalid_field", f"it has to be {_RULES.get(leaf, TOKEN_RULE)}", place)
     if name in ("ttl_ms", "lease_ms") and ("`int` >=" in text or "`int` <=" in text):
         return ApiError("ttl_out_of_range", f"a time to live in milliseconds: {text}", place)
     return ApiError("invalid_field", text, place)

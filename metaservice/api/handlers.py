@@ -3,34 +3,28 @@ one reply made of its answer.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from metaservice.core import commands, replies
-from metaservice.replica.errors import NotLeader, ShardUnavailable
+from metaservice.core import replies
 from metaservice.telemetry.metrics import Metrics
 from metaservice.wire import schemas as wire
-from metaservice.wire.switches import WatchSwitchReply, WatchSwitchRequest
 
 from . import convert, render
-from .call import Call
+from .cache_events import CacheEventHandlers
+from .call import Call, Reply, Table
 from .errors import taken
+from .events_desk import EventsDesk
 from .forward import Forwarder
 from .leases import LeaseHandlers
 from .members import MemberHandlers
 from .polls import LongPolls
 from .port import InstanceInfo, ShardPort
-from .routing import STALENESS, Routing
+from .routing import STALENESS, Routing, look, young_enough
 from .settings import ApiSettings
 from .switches import SwitchHandlers
 from .tasks import TaskHandlers
-
-Reply = Struct | Coroutine[Any, Any, Struct]
-Handler = Callable[[Call, Any], Reply]
-TableRow = tuple[str, str, type[Struct], type[Struct], Handler]
 
 
 class Handlers:
@@ -39,7 +33,12 @@ class Handlers:
     """
 
     def __init__(
-        self, routing: Routing, forwarder: Forwarder, metrics: Metrics, settings: ApiSettings
+        self,
+        routing: Routing,
+        forwarder: Forwarder,
+        metrics: Metrics,
+        settings: ApiSettings,
+        desk: EventsDesk,
     ) -> None:
         self._routing = routing
         self._replica = routing.replica
@@ -54,51 +53,19 @@ class Handlers:
         polls = LongPolls(self.stopping, settings)
         self.switches = SwitchHandlers(routing, polls)
         self.tasks = TaskHandlers(routing, polls)
+        self.cache_events = CacheEventHandlers(routing, desk, settings)
 
-    def table(self) -> Iterator[TableRow]:
-        """Method, path template, request, reply and handler of every hot route."""
-        instance, session, lease = "/v1/instances/{instance}", "/v1/writes/{session}", "/v1/leases/{lease}"
-        engine, worker = "/v1/engines/{engine}", "/v1/workers/{worker}"
+    def table(self) -> Table:
+        """All hot routes."""
+        instance, session = "/v1/instances/{instance}", "/v1/writes/{session}"
         yield "POST", f"{instance}/lookup", wire.LookupRequest, wire.LookupReply, self.lookup
         yield "POST", f"{instance}/writes", wire.StartWriteRequest, wire.StartWriteReply, self.start_write
         yield "POST", f"{instance}/remove", wire.RemoveRequest, wire.RemoveReply, self.remove
-        yield (
-            "GET",
-            f"{instance}/switch",
-            WatchSwitchRequest,
-            WatchSwitchReply,
-            self.switches.watch_switch,
-        )
         yield "POST", f"{session}/finish", wire.FinishRequest, wire.FinishReply, self.finish
         yield "POST", f"{session}/renew", wire.RenewWriteRequest, wire.RenewWriteReply, self.renew_write
         yield "POST", f"{session}/abort", wire.AbortRequest, wire.AbortReply, self.abort
-        yield "POST", f"{lease}/renew", wire.LeaseRenewRequest, wire.LeaseReply, self.leases.renew
-        yield "POST", f"{lease}/release", wire.LeaseReleaseRequest, wire.LeaseReply, self.leases.release
-        yield "PUT", engine, wire.RegisterEngineRequest, wire.RegisterReply, self.members.register_engine
-        yield (
-            "POST",
-            f"{engine}/heartbeat",
-            wire.HeartbeatRequest,
-            wire.HeartbeatReply,
-            self.members.heartbeat_engine,
-        )
-        yield "PUT", worker, wire.RegisterWorkerRequest, wire.RegisterReply, self.members.register_worker
-        yield (
-            "POST",
-            f"{worker}/heartbeat",
-            wire.HeartbeatRequest,
-            wire.HeartbeatReply,
-            self.members.heartbeat_worker,
-        )
-        yield "POST", f"{worker}/tasks", wire.TakeTasksRequest, wire.TakeTasksReply, self.tasks.take_tasks
-        yield (
-            "POST",
-            f"{worker}/tasks/{{task}}/confirm",
-            wire.ConfirmTaskRequest,
-            wire.ConfirmTaskReply,
-            self.tasks.confirm_task,
-        )
-        yield "POST", f"{worker}/unknown", wire.UnknownRequest, wire.UnknownReply, self.tasks.unknown_places
+        for some in (self.leases, self.switches, self.members, self.tasks, self.cache_events):
+            yield from some.table()
 
     def lookup(self, call: Call, body: wire.LookupRequest) -> Reply:
         instance = call.segments[3]
@@ -108,8 +75,8 @@ class Handlers:
         if body.staleness_ms_max is None or shard.ready:
             looked: replies.Looked = taken(shard.read(command))
         else:
-            staleness_ms = self._staleness(shard, body.staleness_ms_max)
-            looked = taken(self._look(shard, command))
+            staleness_ms = young_enough(shard, body.staleness_ms_max, self._settings)
+            looked = taken(look(shard, command))
         self._metrics.looked(looked.mode, looked.cut, looked.asked, looked.hits, looked.lease is not None)
         if call.span is not None:
             call.attributes.update(
@@ -134,22 +101,6 @@ class Handlers:
             state = self._located(shard, instance, info, looked.state_group, looked.state, call.as_msgpack)
             reply.state = render.located(state, cluster)
         return reply if call.as_msgpack else self._with_uris(reply, found, state)
-
-    def _staleness(self, shard: ShardPort, staleness_ms_max: int) -> int:
-        """How old a follower's state is, when that is young enough for the caller and for the service.
-        Asked before the lookup: that may only be younger than is told.
-        """
-        staleness_ms = shard.staleness_ms
-        if staleness_ms > min(staleness_ms_max, self._settings.staleness_ms_max):
-            raise NotLeader(shard.number, f"shard {shard.number} is followed here, {staleness_ms} ms behind")
-        return staleness_ms
-
-    @staticmethod
-    def _look(shard: ShardPort, command: commands.Lookup) -> Any:
-        try:
-            return shard.look(replace(command, engine="", incarnation=""))
-        except ShardUnavailable as failure:
-            raise NotLeader(shard.number, failure.message) from None
 
     async def start_write(self, call: Call, body: wire.StartWriteRequest) -> Struct:
         instance = call.segments[3]

@@ -16,11 +16,12 @@ from msgspec import Struct
 from metaservice.telemetry.metrics import Metrics, RouteStats
 from metaservice.telemetry.tracing import Tracer
 
-from .call import NOWHERE, Call
+from .call import NOWHERE, Call, Handler
 from .decode import BodyDecoder, QueryDecoder
 from .errors import FAULT, ApiError, error_of, problem_response
+from .events_desk import EventsDesk
 from .forward import Forwarder, led_elsewhere
-from .handlers import Handler, Handlers
+from .handlers import Handlers
 from .http import Answer, HttpRequest, HttpResponse
 from .media import JSON, MSGPACK, reply_is_msgpack
 from .names import unquoted
@@ -91,8 +92,9 @@ class HotRoutes:
         metrics: Metrics,
         tracer: Tracer,
         settings: ApiSettings,
+        desk: EventsDesk,
     ) -> None:
-        self.handlers = Handlers(routing, forwarder, metrics, settings)
+        self.handlers = Handlers(routing, forwarder, metrics, settings, desk)
         self._routing = routing
         self._replica = routing.replica
         self._forwarder = forwarder

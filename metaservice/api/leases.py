@@ -11,7 +11,7 @@ from metaservice.telemetry.metrics import Metrics
 from metaservice.wire import schemas as wire
 
 from . import convert, render
-from .call import Call
+from .call import Call, Table
 from .errors import taken
 from .forward import Forwarder, nonsense
 from .names import name
@@ -28,6 +28,12 @@ class LeaseHandlers:
         self._forwarder = forwarder
         self._metrics = metrics
         self._limits: Limits = routing.replica.limits
+
+    def table(self) -> Table:
+        """The routes of leases."""
+        lease = "/v1/leases/{lease}"
+        yield "POST", f"{lease}/renew", wire.LeaseRenewRequest, wire.LeaseReply, self.renew
+        yield "POST", f"{lease}/release", wire.LeaseReleaseRequest, wire.LeaseReply, self.release
 
     def renew(self, call: Call, body: wire.LeaseRenewRequest) -> Any:
         command = convert.renew_leases(name(call.segments[3], "lease"), body, self._limits)

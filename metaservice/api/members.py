@@ -7,10 +7,11 @@ from typing import Any
 from msgspec import Struct
 
 from metaservice.core import commands, replies
-from metaservice.wire import schemas as wire
+from metaservice.wire import schemas_members as wire
+from metaservice.wire.schemas import StorageRef
 
-from . import render
-from .call import Call
+from . import convert, render
+from .call import Call, Table
 from .errors import taken
 from .names import name
 from .port import ShardPort
@@ -25,11 +26,18 @@ class MemberHandlers:
         self._replica = routing.replica
         self._limits = routing.replica.limits
 
+    def table(self) -> Table:
+        """The routes of registrations and heartbeats."""
+        engine, worker = "/v1/engines/{engine}", "/v1/workers/{worker}"
+        yield "PUT", engine, wire.RegisterEngineRequest, wire.RegisterReply, self.register_engine
+        yield "PUT", worker, wire.RegisterWorkerRequest, wire.RegisterReply, self.register_worker
+        beat = (wire.HeartbeatRequest, wire.HeartbeatReply)
+        yield "POST", f"{engine}/heartbeat", *beat, self.heartbeat_engine
+        yield "POST", f"{worker}/heartbeat", *beat, self.heartbeat_worker
+
     async def register_engine(self, call: Call, body: wire.RegisterEngineRequest) -> Struct:
         engine = name(call.segments[3], "engine")
-        command = commands.RegisterEngine(
-            engine=engine, incarnation=body.incarnation, instance=body.instance or "", rank=body.rank
-        )
+        command = convert.register_engine(engine, body)
         registered: replies.Registered = taken(await self._routing.registry(call).submit(command))
         return self._registered(registered, self._instance_storages(body.instance))
 
@@ -81,7 +89,7 @@ class MemberHandlers:
         return [] if group is None else list(group.storages)
 
 
-def storage_ref(shard: ShardPort, storage: str, pool: str | None = None) -> wire.StorageRef | None:
+def storage_ref(shard: ShardPort, storage: str, pool: str | None = None) -> StorageRef | None:
     """What a worker or writer needs of a registered storage; None: the shard knows none of this name.
     `pool`: of a volatile storage, when another than the current one is meant.
     """
@@ -91,4 +99,4 @@ def storage_ref(shard: ShardPort, storage: str, pool: str | None = None) -> wire
     options = dict(view.options)
     if view.volatile:
         options["pool"] = view.pool if pool is None else pool
-    return wire.StorageRef(name=storage, kind=view.kind, options=options)
+    return StorageRef(name=storage, kind=view.kind, options=options)

@@ -71,6 +71,9 @@ class StorageBody(Body):
     options: Options = {}
     capacity_bytes: Amount | None = None
     fault_domain: Text = ""
+    reach: Literal["", "pool", "node"] = ""
+    """Which engines reach it: all, or those whose node is its `fault_domain`. Empty: as is usual for its
+    kind, which of `shm` are the node's."""
 
 
 class GroupBody(Body):
@@ -139,16 +142,41 @@ class FingerprintBody(Body):
         )
 
 
+class PublicationBody(Body):
+    """How blocks are announced to routers. `model`: the name that routers know the model by. Instances of one
+    `routing_group` ("": the model) are told apart by no router, so they must hash alike. `lora`: the adapter
+    that all blocks are for. `hash_of`: which 8 bytes of a key, big-endian, are the engine's own event hash
+    (`tail64`: vLLM; `head64`: SGLang). `entries_max`: at most so many blocks at a time, those used last.
+    """
+
+    model: Annotated[Text, Field(min_length=1)]
+    routing_group: Text = ""
+    lora: Text = ""
+    hash_of: Literal["tail64", "head64"] = "tail64"
+    entries_max: Annotated[int, Field(ge=1, le=10_000_000)] = 50_000
+
+    def core(self) -> core.Publication:
+        return core.Publication(
+            model=self.model,
+            routing_group=self.routing_group,
+            lora=self.lora,
+            hash_of=self.hash_of,
+            entries_max=self.entries_max,
+        )
+
+
 class InstanceBody(Body):
     """`PUT /v1/instances/{instance}`. The fingerprint can never change under one id.
 
     `shard` names where a new instance lives; without it the one with the fewest instances is taken.
+    `publication` null: no router is told of its blocks.
     """
 
     group: Name
     fingerprint: FingerprintBody
     quota: QuotaBody = QuotaBody()
     shard: Annotated[int, Field(ge=0, le=SHARDS_MAX - 1)] | None = None
+    publication: PublicationBody | None = None
 
 
 class SwitchBody(Body):

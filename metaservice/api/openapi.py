@@ -50,8 +50,14 @@ _COLUMNS: dict[str, dict[str, Any]] = {
     "ok": _FLAGS,
     "hit": _FLAGS,
     "unknown": _FLAGS,
+    "hashes": _U64,
+    "token_ids": _U32,
 }
-_NO_COLUMNS = {("RegisterWorkerRequest", "storages"), ("TakeTasksRequest", "wait_ms")}
+_NO_COLUMNS = {
+    ("RegisterWorkerRequest", "storages"),
+    ("TakeTasksRequest", "wait_ms"),
+    ("StoredItem", "parent"),
+}
 _CODES: dict[tuple[str, str], type[Any]] = {
     ("StartWriteReply", "outcomes"): wire.WriteOutcome,
     ("StartWriteReply", "reasons"): wire.RefusedReason,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from metaservice.core import commands, replies
-from metaservice.core.model import Fingerprint, Limits, Part, SwitchMode
+from metaservice.core.model import Fingerprint, Limits, Part, Publication, SwitchMode
 from metaservice.core.rejections import Rejection
 
 CATALOGUE = 0
@@ -33,6 +33,15 @@ class InstanceInfo(Protocol):
     def key_length(self) -> int: ...
     @property
     def groups(self) -> "dict[str, Any]": ...
+    @property
+    def publication(self) -> Publication | None:
+        """How its blocks are announced to routers, None: not at all."""
+        ...
+
+    @property
+    def announced(self) -> int:
+        """How many of its blocks routers are told of."""
+        ...
 
 
 class StorageView(Protocol):
@@ -193,5 +202,15 @@ class ReplicaPort(Protocol):
         ...
 
     def cluster_status(self) -> dict[str, Any]:
-        """What GET /v1/cluster shows, as `wire.schemas.ClusterReply` describes it. Never raises."""
+        """What GET /v1/cluster shows, as `wire.schemas_cluster.ClusterReply` describes it. Never raises."""
+        ...
+
+
+class EventsPort(Protocol):
+    """The process that publishes this replica's cache events, and knows what engines hold."""
+
+    async def ask(self, what: str, body: bytes, timeout_ms: int) -> bytes:
+        """The answer to `route` (RouteAsk: RouteAnswer), `report` (ReportAsk: ReportReply) or `status`
+        (EventsRequest: EventsReply), msgpack of `wire.schemas_events` both ways. Raises PublisherUnavailable.
+        """
         ...

@@ -12,6 +12,7 @@ from msgspec import Struct
 from metaservice.core import replies
 from metaservice.core.ids import session_name
 from metaservice.wire import schemas as wire
+from metaservice.wire import schemas_members as members_wire
 from metaservice.wire.columns import packed
 
 
@@ -240,9 +241,9 @@ def removed(reply: replies.Removed, as_msgpack: bool) -> wire.RemoveReply:
     )
 
 
-def task(found: replies.Task, storage: wire.StorageRef, as_msgpack: bool) -> wire.DeleteTask:
+def task(found: replies.Task, storage: wire.StorageRef, as_msgpack: bool) -> members_wire.DeleteTask:
     """One deletion task for a worker."""
-    return wire.DeleteTask(
+    return members_wire.DeleteTask(
         task=found.task,
         storage=storage,
         parts=list(found.parts),

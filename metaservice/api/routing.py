@@ -4,6 +4,11 @@ Whether this replica leads that shard is found out by asking it: a shard that is
 NotLeader.
 """
 
+from typing import Any
+
+from msgspec.structs import replace
+
+from metaservice.core import commands
 from metaservice.core.ids import parse_name, shard_of
 from metaservice.replica.errors import NotLeader, ShardUnavailable
 
@@ -11,6 +16,7 @@ from .call import Call
 from .errors import ApiError
 from .names import name
 from .port import CATALOGUE, InstanceInfo, ReplicaPort, ShardPort
+from .settings import ApiSettings
 
 SEQ = b"x-ucm-seq"
 STALENESS = b"x-ucm-staleness-ms"
@@ -117,3 +123,21 @@ def local_state(shard: ShardPort, *, stale: bool, staleness_ms_max: int) -> dict
         SEQ.decode(): f"{shard.number}/{shard.epoch}/{shard.durable_seq}",
         STALENESS.decode(): str(staleness_ms),
     }
+
+
+def young_enough(shard: ShardPort, staleness_ms_max: int, settings: ApiSettings) -> int:
+    """How old a follower's state is. Raises NotLeader when that is too old for the caller or the service. To
+    be asked before the lookup: that may only be younger than is told.
+    """
+    staleness_ms = shard.staleness_ms
+    if staleness_ms > min(staleness_ms_max, settings.staleness_ms_max):
+        raise NotLeader(shard.number, f"shard {shard.number} is followed here, {staleness_ms} ms behind")
+    return staleness_ms
+
+
+def look(shard: ShardPort, command: commands.Lookup) -> Any:
+    """A lookup in the state that this replica has. Raises NotLeader when it has none."""
+    try:
+        return shard.look(replace(command, engine="", incarnation=""))
+    except ShardUnavailable as failure:
+        raise NotLeader(shard.number, failure.message) from None

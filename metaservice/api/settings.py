@@ -63,6 +63,10 @@ class ApiSettings(Struct, frozen=True, kw_only=True):
     """A follower's state that is older answers nobody, whatever the caller allows: bytes may be deleted that
     it still names.
     """
+    events_timeout_ms: int = 1_000
+    """How long the publisher of cache events may take for an answer."""
+    events_asks_max: int = 128
+    """Questions to the publisher that were not answered yet: it must not hold up what does not need it."""
     backlog: int = 1_024
     page_size_max: int = 1_000
     uri_rows_per_slice: int = 1_024

@@ -6,7 +6,7 @@ from metaservice.core.model import SwitchMode
 from metaservice.wire.switches import WatchSwitchReply, WatchSwitchRequest
 
 from . import render
-from .call import Call
+from .call import Call, Table
 from .errors import taken
 from .polls import LongPolls
 from .routing import Routing
@@ -18,6 +18,11 @@ class SwitchHandlers:
     def __init__(self, routing: Routing, polls: LongPolls) -> None:
         self._routing = routing
         self._polls = polls
+
+    def table(self) -> Table:
+        """The route of switches that engines watch."""
+        path = "/v1/instances/{instance}/switch"
+        yield "GET", path, WatchSwitchRequest, WatchSwitchReply, self.watch_switch
 
     async def watch_switch(self, call: Call, body: WatchSwitchRequest) -> Struct:
         instance = call.segments[3]

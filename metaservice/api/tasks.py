@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from metaservice.core import commands, replies
 from metaservice.core.rejections import Rejection
 from metaservice.replica.errors import NotLeader
-from metaservice.wire import schemas as wire
+from metaservice.wire import schemas_members as wire
 
 from . import convert, render
-from .call import NOWHERE, Call
+from .call import NOWHERE, Call, Table
 from .errors import ApiError, taken
 from .members import storage_ref
 from .names import name
@@ -32,6 +32,14 @@ class TaskHandlers:
         self._replica = routing.replica
         self._limits = routing.replica.limits
         self._polls = polls
+
+    def table(self) -> Table:
+        """The routes of tasks."""
+        worker = "/v1/workers/{worker}"
+        confirm = f"{worker}/tasks/{{task}}/confirm"
+        yield "POST", f"{worker}/tasks", wire.TakeTasksRequest, wire.TakeTasksReply, self.take_tasks
+        yield "POST", confirm, wire.ConfirmTaskRequest, wire.ConfirmTaskReply, self.confirm_task
+        yield "POST", f"{worker}/unknown", wire.UnknownRequest, wire.UnknownReply, self.unknown_places
         self._turn = 0
 
     async def take_tasks(self, call: Call, body: wire.TakeTasksRequest) -> Struct:

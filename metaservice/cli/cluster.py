@@ -17,7 +17,7 @@ from rich.console import Console
 from metaservice.cli.cluster_picture import ClusterStatus, joined
 from metaservice.cli.cluster_screen import draw
 from metaservice.client import Client, ClientConfig, ClientError
-from metaservice.wire.schemas import ClusterReply
+from metaservice.wire.schemas_cluster import ClusterReply
 
 EXIT_DONE = 0
 EXIT_NOT_DONE = 1

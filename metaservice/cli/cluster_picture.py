@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from metaservice.wire.schemas import ClusterReply, ClusterShard
+from metaservice.wire.schemas_cluster import ClusterReply, ClusterShard
 
 
 class ReplicaStatus(Struct, kw_only=True):

@@ -6,8 +6,9 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from metaservice.wire.columns import packed
-from metaservice.wire.schemas import (
-    ClusterReply,
+from metaservice.wire.schemas import Reply
+from metaservice.wire.schemas_cluster import ClusterReply
+from metaservice.wire.schemas_members import (
     ConfirmTaskReply,
     ConfirmTaskRequest,
     HeartbeatReply,
@@ -15,13 +16,12 @@ from metaservice.wire.schemas import (
     RegisterEngineRequest,
     RegisterReply,
     RegisterWorkerRequest,
-    Reply,
     TakeTasksReply,
     TakeTasksRequest,
     UnknownReply,
     UnknownRequest,
 )
-from metaservice.wire.schemas import DeleteTask as WireTask
+from metaservice.wire.schemas_members import DeleteTask as WireTask
 
 from . import checks
 from .calls import Call, Sending, Who, decoded, name, post, put, shard_of, shard_of_location, token

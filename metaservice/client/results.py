@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from metaservice.wire.schemas import (
-    ClusterMember,
-    ClusterShard,
     FinishStatus,
     LeaseOutcome,
     PartRef,
@@ -22,6 +20,7 @@ from metaservice.wire.schemas import (
     SwitchRef,
     WriteOutcome,
 )
+from metaservice.wire.schemas_cluster import ClusterMember, ClusterShard
 
 
 def now_ms() -> int:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from itertools import repeat
 from typing import Any, Literal
 
+from .tokens import pack_tokens, token_count
+
 Kind = Literal["Q", "I", "H", "B"]
 """u64, u32, u16, u8 as `array` type codes."""
 
@@ -111,6 +113,13 @@ def numbers_of(value: Any, kind: Kind, field: str, count_max: int) -> "array[int
         raise ColumnError("invalid_field", f"{field}[{row}]", f"outside 0..{top}") from None
 
 
+def u64(value: int, field: str) -> int:
+    """A number that may be as large as a u64 but no larger."""
+    if value >= 2**64:
+        raise ColumnError("invalid_field", field, f"outside 0..{2**64 - 1}")
+    return value
+
+
 def flags_of(value: Any, field: str, count_max: int) -> bytes:
     """A column of booleans as bytes of 0 and 1."""
     if isinstance(value, list):
@@ -129,6 +138,37 @@ def flags_of(value: Any, field: str, count_max: int) -> bytes:
     if value.translate(None, b"\x00\x01"):
         raise ColumnError("invalid_field", field, "packed booleans are bytes of 0 and 1")
     return value
+
+
+def token_rows(
+    value: Sequence[bytes | list[int] | None], field: str, rows: int, block_size: int
+) -> list[bytes]:
+    """Token ids of each of `rows` blocks, packed (`wire.tokens`); b"" where none are given. Each has exactly
+    `block_size` ids: a shorter span would be another block to every router."""
+    if len(value) != rows:
+        raise ColumnError("column_length", field, f"{len(value)} rows for {rows} keys; give one a key")
+    found = [item if type(item) is bytes else _packed_row(item, field, row) for row, item in enumerate(value)]
+    for row, item in enumerate(found):
+        if not item:
+            continue
+        try:
+            count = token_count(item)
+        except ValueError as failure:
+            raise ColumnError("invalid_field", f"{field}[{row}]", str(failure)) from None
+        if count != block_size:
+            raise ColumnError(
+                "invalid_field", f"{field}[{row}]", f"{count} token ids; a block has {block_size}"
+            )
+    return found
+
+
+def _packed_row(item: Any, field: str, row: int) -> bytes:
+    if item is None:
+        return b""
+    try:
+        return pack_tokens(item)
+    except ValueError as failure:
+        raise ColumnError("invalid_field", f"{field}[{row}]", str(failure)) from None
 
 
 def packed(kind: Kind, values: Sequence[int]) -> bytes:

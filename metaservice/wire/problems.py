@@ -82,6 +82,7 @@ _ALL = (
     Problem(
         "hash_space_mixed", 409, "Instances of one routing group would give the same tokens different hashes"
     ),
+    Problem("not_published", 409, "Routers are not told of this instance"),
     Problem("events_off", 409, "This replica publishes no cache events"),
     # -- not now
     Problem("not_leader", 421, "Another replica leads the shard"),

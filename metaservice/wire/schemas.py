@@ -24,7 +24,11 @@ character."""
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Token = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:@+-]{1,64}\Z")]
 """Incarnations and request ids: opaque to the service."""
+Text = Annotated[str, Meta(max_length=512, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+"""For people or other systems, opaque to the service: no control characters."""
 Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+U64 = Annotated[int, Meta(ge=0)]
+"""A u64; `wire.columns.u64` checks that it is not larger."""
 TtlMs = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 Keys = Any
 """Hex text list (JSON), list of bytes or one packed run of bytes (msgpack). `wire.columns.keys_of` checks
@@ -33,6 +37,9 @@ Key = Any
 """One block key: hex text (JSON) or bytes (msgpack). `wire.columns.key_of` checks it."""
 Column = Any
 """A number column: list of integers or packed bytes. `wire.columns` checks and unpacks it."""
+TokenRow = bytes | list[int] | None
+"""Token ids of one block: packed as in `wire.tokens` (base64 in JSON) or a list. `wire.columns.token_rows`
+checks it."""
 Flags = Any
 """A column of booleans: list of bools or one byte each. `wire.columns.flags_of` checks it."""
 
@@ -195,6 +202,10 @@ class StartWriteRequest(Request, kw_only=True):
     one before it and `keys[0]` the child of `parent` (null: a root). With `parents`, one entry a key (null: a
     root). `sizes`, when given, are the bytes of each part and must equal the fingerprint's. `ttl_ms` 0: the
     service's default.
+
+    `tokens`, one row a key, are what routers know a block by: without them (or where a row is null) the block
+    is stored and found as ever, but no router is told of it. `lora` and `salt` are what the engine's hashes
+    of these blocks were made with, besides the tokens.
     """
 
     engine: Name
@@ -206,6 +217,9 @@ class StartWriteRequest(Request, kw_only=True):
     sizes: list[Count] | None = None
     ttl_ms: TtlMs = 0
     request_id: Token | None = None
+    tokens: list[TokenRow] | None = None
+    lora: Text = ""
+    salt: Text = ""
 
 
 class StartWriteReply(Located, kw_only=True):
@@ -325,171 +339,3 @@ class RemoveReply(Reply, kw_only=True):
 
     outcomes: Column
     removed: int
-
-
-# ---------------------------------------------------------------- membership and tasks
-
-
-class RegisterEngineRequest(Request, kw_only=True):
-    """`PUT /v1/engines/{id}`. Another incarnation under the same id fences the one before and ends its write
-    sessions."""
-
-    incarnation: Token
-    instance: Name | None = None
-    rank: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-
-
-class RegisterWorkerRequest(Request, kw_only=True):
-    """`PUT /v1/workers/{id}`: the storages whose bytes this worker can delete; of a volatile storage it
-    becomes the one that holds them."""
-
-    incarnation: Token
-    storages: list[Name]
-
-
-class RegisterReply(Reply, kw_only=True):
-    """Heartbeat at least each `heartbeat_ms`; after `expire_ms` without one the registration is over."""
-
-    id: str
-    incarnation: str
-    heartbeat_ms: int
-    suspect_ms: int
-    expire_ms: int
-    cluster: str
-    epoch: int
-    storage_table: list[StorageRef] = []
-
-
-class HeartbeatRequest(Request, kw_only=True):
-    """`POST /v1/engines/{id}/heartbeat`, `POST /v1/workers/{id}/heartbeat`."""
-
-    incarnation: Token
-
-
-class HeartbeatReply(Reply, kw_only=True):
-    """`status` is `active`; `switch` is the strictest switch on the engine's instance now."""
-
-    status: str
-    heartbeat_ms: int
-    switch: SwitchRef | None = None
-
-
-class TakeTasksRequest(Request, kw_only=True):
-    """`POST /v1/workers/{id}/tasks`: long poll; answers at once when there is work, else after `wait_ms`.
-
-    `shard`: only work of this one, from whoever leads it. Without it: of all that the asked replica leads.
-    """
-
-    incarnation: Token
-    limit: Annotated[int, Meta(ge=1, le=65_536)] = 1024
-    wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
-    shard: Annotated[int, Meta(ge=0, le=255)] | None = None
-
-
-class DeleteTask(Reply, kw_only=True):
-    """Delete the bytes of these locations from `storage`, all of `parts` each, then confirm within
-    `ttl_ms`."""
-
-    task: str
-    storage: StorageRef
-    parts: list[str]
-    locations: Column
-    generations: Column
-    ttl_ms: int
-
-
-class TakeTasksReply(Reply, kw_only=True):
-    """Tasks handed to this worker."""
-
-    tasks: list[DeleteTask]
-    cluster: str
-
-
-class ConfirmTaskRequest(Request, kw_only=True):
-    """`POST /v1/workers/{id}/tasks/{task}/confirm`: per location whether its bytes are gone (default: all
-    are)."""
-
-    incarnation: Token
-    ok: Flags | None = None
-
-
-class ConfirmTaskReply(Reply, kw_only=True):
-    """`gone`: locations now free; `again`: handed out once more later."""
-
-    gone: int
-    again: int
-
-
-class UnknownRequest(Request, kw_only=True):
-    """`POST /v1/workers/{id}/unknown`: which of these places, found in `storage`, does the service not
-    know?
-
-    All locations of one request are of one shard (`location >> 44`)."""
-
-    incarnation: Token
-    storage: Name
-    locations: Column
-    generations: Column
-
-
-class UnknownReply(Reply, kw_only=True):
-    """1 where no block in any state has that (location, generation): its bytes are an orphan."""
-
-    unknown: Flags
-
-
-# ---------------------------------------------------------------- the cluster
-
-
-class ClusterShard(Reply, kw_only=True):
-    """One shard as the asked replica sees it. `role` is its own: follower, promoting, leader or demoting;
-    `leader` and `leader_url` are empty while nobody is known to lead.
-
-    `seq` is durable on the leader and applied on a follower, `lag` how many behind the journal's head it was
-    when that was last read, `lease_left_ms` how long it may still answer without another renewal (0: it does
-    not lead).
-    """
-
-    shard: int
-    role: str
-    status: str
-    reason: str
-    ready: bool
-    leader: str
-    leader_url: str
-    epoch: int
-    seq: int
-    lag: int = 0
-    staleness_ms: int = 0
-    lease_left_ms: int = 0
-
-
-class ClusterMember(Reply, kw_only=True):
-    """A replica that is alive, by what it last said of itself. `applied`: shard number (as text) to seq."""
-
-    replica: str
-    url: str
-    ready: bool
-    journal_ok: bool = True
-    applied: dict[str, int] = {}
-
-
-class ClusterReply(Reply, kw_only=True):
-    """`GET /v1/cluster`: the asked replica, the members it knows, and each shard, in every state of the
-    replica."""
-
-    replica: str
-    url: str
-    cluster: str
-    status: str
-    reason: str
-    ready: bool
-    members: list[ClusterMember]
-    shards: list[ClusterShard]
-
-
-REQUESTS: tuple[type[Request], ...] = (
-    LookupRequest, StartWriteRequest, FinishRequest, RenewWriteRequest, AbortRequest, LeaseRenewRequest,
-    LeaseReleaseRequest, RemoveRequest, RegisterEngineRequest, RegisterWorkerRequest, HeartbeatRequest,
-    TakeTasksRequest, ConfirmTaskRequest, UnknownRequest,
-)  # fmt: skip

@@ -11,12 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from .schemas import Column, Count, Keys, Name, Reply, Request, Token, TtlMs
-
-Text = Annotated[str, Meta(max_length=512)]
-"""An adapter's name or a salt; opaque to the service. Control characters are refused."""
-Address = Annotated[str, Meta(max_length=512)]
-"""`host:port` or a ZMQ endpoint such as `tcp://10.0.0.1:5557`."""
+from .schemas import U64, Column, Count, Keys, Name, Reply, Request, Text, Token, TtlMs
 
 TIERS = ("gpu", "cpu", "storage", "external")
 """In the order in which they are near to an engine."""
@@ -26,6 +21,8 @@ REPORT_ITEMS_MAX = 4_096
 """Items (`stored` and `removed` together) of one report."""
 REPORT_BLOCKS_MAX = 65_536
 """Blocks that all items of one report name together."""
+REPORT_TOKENS_MAX = 2**21
+"""Token ids of one item: a request's body holds no more."""
 
 
 class ReportOutcome(StrEnum):
@@ -153,7 +150,7 @@ class StoredItem(Request, kw_only=True):
 
     tier: Annotated[str, Meta(max_length=16)]
     hashes: Column
-    parent: Annotated[int, Meta(ge=0, le=2**64 - 1)] | None = None
+    parent: U64 | None = None
     token_ids: Column = b""
     lora: Text = ""
     salt: Text = ""
@@ -172,8 +169,9 @@ class ReportRequest(Request, kw_only=True):
 
     Reports of an incarnation are numbered. `base` is the number of the report that this one goes on from;
     null: it is a snapshot, all that there is, and what was reported before is forgotten. `cleared`: all
-    tiers were emptied before these items. An empty report with the last number for `base` is a heartbeat:
-    without one the engine's entries are hidden after some seconds, and dropped later.
+    tiers were emptied before these items. A report that was taken already (of this or a smaller number)
+    changes nothing. One without items whose `number` and `base` are the last number is a heartbeat: without
+    one the engine's entries are hidden after some seconds, and dropped later.
     """
 
     incarnation: Token
@@ -313,9 +311,7 @@ class EventsReply(Reply, kw_only=True):
 
 class RestateRequest(Request, kw_only=True):
     """`POST /v1/instances/{id}/restate`: routers are told again, as removed and stored, all that is announced
-    of the instance; its shard's leader does it, bit by bit. `why` is for the log."""
-
-    why: Annotated[str, Meta(max_length=64)] = "asked"
+    of the instance; its shard's leader does it, bit by bit."""
 
 
 class RestateReply(Reply, kw_only=True):

@@ -14,7 +14,7 @@ from metaservice.core.model import Limits
 from metaservice.core.replies import Errands
 from metaservice.telemetry.metrics import Metrics
 from metaservice.telemetry.tracing import open_tracer
-from metaservice.wire.schemas import ClusterReply
+from metaservice.wire.schemas_cluster import ClusterReply
 from tests.functional.api_fleet import furnish
 from tests.functional.api_house import (
     FINGERPRINT,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from metaservice.api.settings import ApiSettings
-from metaservice.wire.schemas import ClusterReply
+from metaservice.wire.schemas_cluster import ClusterReply
 from tests.functional.api_fleet import QUICK, Fleet, decoded, furnish, open_fleet
 from tests.functional.api_house import (
     FINGERPRINT,

@@ -16,6 +16,7 @@ from dataplane import open_backend
 from dataplane.port import Backend, ReadRefused, WriteFailed
 from dataplane.port import Place as Bytes
 from metaservice.wire import schemas as wire
+from metaservice.wire import schemas_members as members_wire
 from tests.torture.cluster_record import Looked, Place, Position, Record
 from tests.torture.cluster_speech import Answer, Caller, Routes, Unanswered
 
@@ -112,14 +113,14 @@ class Engine(threading.Thread):
         """Registered, and heard of lately."""
         if not self._incarnation:
             incarnation = os.urandom(8).hex()
-            body = wire.RegisterEngineRequest(incarnation=incarnation, instance=self.instance)
+            body = members_wire.RegisterEngineRequest(incarnation=incarnation, instance=self.instance)
             answer = self._caller.call("PUT", f"/v1/engines/{self.name}", body, 0, LATE_S)
             if not answer.ok:
                 raise AssertionError(f"register: {answer.status} {answer.body!r}")
             self._incarnation = incarnation
             self._beat_s = time.monotonic()
         elif time.monotonic() - self._beat_s > BEAT_EVERY_S:
-            beat = wire.HeartbeatRequest(incarnation=self._incarnation)
+            beat = members_wire.HeartbeatRequest(incarnation=self._incarnation)
             answer = self._caller.call("POST", f"/v1/engines/{self.name}/heartbeat", beat, 0, LATE_S)
             self._beat_s = time.monotonic()
             if not answer.ok:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from metaservice.wire import schemas as wire
+from metaservice.wire import schemas_members as members_wire
 from tests.torture.cluster_load import KEY_LENGTH, instance_of
 from tests.torture.cluster_record import Looked, Record
 from tests.torture.cluster_speech import Caller, Routes, Unanswered
@@ -115,7 +116,7 @@ class Prober:
         """The catalogue may be away while the shard is not: the next probe tries again."""
         if self._incarnation:
             self._beat_s = time.monotonic()
-            beat = wire.HeartbeatRequest(incarnation=self._incarnation)
+            beat = members_wire.HeartbeatRequest(incarnation=self._incarnation)
             try:
                 answer = self._writer.call("POST", f"/v1/engines/{self._name}/heartbeat", beat, 0, CALL_S)
             except Unanswered:
@@ -124,7 +125,7 @@ class Prober:
                 self._incarnation = ""
         if not self._incarnation:
             incarnation = os.urandom(8).hex()
-            body = wire.RegisterEngineRequest(incarnation=incarnation, instance=self._instance)
+            body = members_wire.RegisterEngineRequest(incarnation=incarnation, instance=self._instance)
             if self._writer.call("PUT", f"/v1/engines/{self._name}", body, 0, CALL_S).ok:
                 self._incarnation, self._beat_s = incarnation, time.monotonic()
 

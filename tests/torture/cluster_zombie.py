@@ -12,6 +12,7 @@ import msgspec
 
 from metaservice.cli.local.replicas import LocalReplica
 from metaservice.wire import schemas as wire
+from metaservice.wire import schemas_members as members_wire
 from tests.torture.cluster_ground import Ground
 from tests.torture.cluster_load import KEY_LENGTH, instance_of
 from tests.torture.cluster_probe import PROBE, Window
@@ -44,7 +45,7 @@ def zombie(ground: Ground) -> Window:
     sessions: dict[int, list[tuple[bytes, wire.StartWriteReply]]] = {}
     awake = [_awake(victim) for _ in range(len(led) * REQUESTS_A_SHARD // 3)]
     try:
-        body = wire.RegisterEngineRequest(incarnation="only")
+        body = members_wire.RegisterEngineRequest(incarnation="only")
         if caller.call("PUT", f"/v1/engines/{name}", body, 0, ANSWER_S).ok:
             for shard in led:
                 sessions[shard] = [

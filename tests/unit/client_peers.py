@@ -16,10 +16,10 @@ from metaservice.wire.schemas import (
     LeaseReply,
     LookupReply,
     PartRef,
-    RegisterReply,
     StartWriteReply,
     StorageRef,
 )
+from metaservice.wire.schemas_members import RegisterReply
 
 STORAGE = StorageRef(name="s", kind="posix", options={"root": "/nowhere"})
 PARTS = [PartRef(name="tp0", bytes=100), PartRef(name="tp1", bytes=50)]

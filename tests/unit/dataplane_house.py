@@ -22,7 +22,8 @@ from metaservice.client.results import (
     UnknownResult,
     now_ms,
 )
-from metaservice.wire.schemas import ClusterShard, StorageRef
+from metaservice.wire.schemas import StorageRef
+from metaservice.wire.schemas_cluster import ClusterShard
 
 DATA = b"x" * 100
 QUICK = WorkerOptions(

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from metaservice.cli.cluster_picture import ClusterStatus, joined
 from metaservice.cli.cluster_screen import draw
-from metaservice.wire.schemas import ClusterMember, ClusterReply, ClusterShard
+from metaservice.wire.schemas_cluster import ClusterMember, ClusterReply, ClusterShard
 
 
 def shard(

@@ -91,6 +91,7 @@ def _puts(router: APIRouter, routing: Routing) -> None:
             options=body.options,
             capacity_bytes=body.capacity_bytes,
             fault_domain=body.fault_domain,
+            reach=body.reach,
         )
         return await put(request, command)
 
@@ -117,6 +118,7 @@ def _puts(router: APIRouter, routing: Routing) -> None:
             fingerprint=body.fingerprint.core(),
             quota=body.quota.core(),
             shard=body.shard,
+            publication=None if body.publication is None else body.publication.core(),
         )
         return await put(request, command)
 

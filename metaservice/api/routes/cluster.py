@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from metaservice.wire.schemas import ClusterReply
+from metaservice.wire.schemas_cluster import ClusterReply
 
 from ..documents import HandedOver, viewed
 from ..errors import ApiError, decoding_error
