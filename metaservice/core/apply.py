@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from . import events as ev
+from . import told
 from .admission import press
 from .apply_catalogue import APPLY
 from .events import SPREAD
@@ -76,6 +77,9 @@ def _write_started(state: State, memory: Memory, event: ev.WriteStarted) -> None
         generations,
         bytearray((PENDING,)) * len(slots),
     )  # fmt: skip
+    if event.tokens is not None:
+        label = (event.lora, event.salt) if event.lora or event.salt else None
+        index.record_tokens(slots, event.tokens, label)
     state.session_next = max(state.session_next, event.session + 1)
     state.sessions[event.session] = session
     state.sessions_of.setdefault(event.engine, set()).add(event.session)
@@ -85,7 +89,7 @@ def _write_started(state: State, memory: Memory, event: ev.WriteStarted) -> None
         _count_storage(state, memory, state.storage_of[number], table, storages.count(number))
     if event.request_id:
         caller = caller_name(event.engine, event.incarnation)
-        _remember(state, caller, event.request_id, replace(event, keys=b"", parents=None))
+        _remember(state, caller, event.request_id, replace(event, keys=b"", parents=None, tokens=None))
 
 
 def _write_finished(state: State, memory: Memory, event: ev.WriteFinished) -> None:
@@ -191,6 +195,7 @@ def _rows_removed(state: State, hit: dict[int, list[int]]) -> None:
 
 def _retire(state: State, memory: Memory, slots: "array[int]", not_before_ms: int) -> None:
     """Writing or serving -> deleting, in the index, the usages and the deletion queue."""
+    told.withdraw(state, memory, slots)
     _offer(state, state.index.retire(slots))
     for slot in slots:
         state.deleting[slot] = not_before_ms
@@ -229,6 +234,7 @@ def _lose(state: State, memory: Memory, storage: Storage) -> None:
     deleting = array("I", [slot for slot in slots if index.state[slot] == DELETING])
     live = array("I", [slot for slot in slots if index.state[slot] != DELETING])
     hit = _sessions_of(state, live)
+    told.withdraw(state, memory, live)
     memory.lost(storage.number, slots, deleting)
     for table, _, count in _by_table_and_storage(state, live):
         usages = (*state.scopes(state.instances[table.instance]), storage.usage)
@@ -327,5 +333,6 @@ _APPLY: dict[type, Callable[[State, Memory, Any], None]] = {
     ev.PoolChanged: _pool_changed,
     ev.LocationsGone: _locations_gone,
     ev.HotBlocks: _hot_blocks,
+    ev.Announced: told.take,
     ev.StateChecked: _state_checked,
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import events as ev
+from . import told
 from .admission import press
 from .escrow import change_limit, find_usage, take_effect
 from .index import Table
@@ -45,9 +46,11 @@ def _storage_put(state: State, memory: Memory, event: ev.StoragePut) -> None:
         storage = Storage(event.storage, event.number, event.kind, event.options)
         state.storages[event.storage] = storage
         state.storage_of[event.number] = storage
+    if (storage.reach, storage.fault_domain) != (event.reach, event.fault_domain):
+        told.moved(state, memory, storage.number)  # routers may know its blocks as somewhere else
     storage.kind, storage.options = event.kind, event.options
     (state.volatile.add if storage.volatile else state.volatile.discard)(storage.number)
-    storage.fault_domain = event.fault_domain
+    storage.fault_domain, storage.reach = event.fault_domain, event.reach
     old, storage.capacity_bytes = storage.capacity_bytes, event.capacity_bytes
     if state.shards > 1:
         change_limit(state, storage.usage, made, (old, None), (event.capacity_bytes, None))
@@ -108,6 +111,9 @@ def _instance_put(state: State, memory: Memory, event: ev.InstancePut) -> None:
         state.table_next = max(state.table_next, *(number + 1 for number in event.tables))
         instance.effective = state.effective_switch(instance)
     instance.quota = event.quota
+    if instance.publication != event.publication:
+        instance.publication = event.publication
+        told.published(state, memory, instance)
     if state.shards > 1:
         # at once: a shard that took this and not yet what follows must not take it for no limit
         instance.usage.budget_bytes, instance.usage.budget_blocks = event.quota.bytes, event.quota.blocks
@@ -253,6 +259,8 @@ def _switch_set(state: State, memory: Memory, event: ev.SwitchSet) -> None:
 def _engine_registered(state: State, memory: Memory, event: ev.EngineRegistered) -> None:
     member = _registered(state.engines, event.engine, event.incarnation, event.now_ms)
     member.instance, member.rank = event.instance, event.rank
+    member.endpoints = event.endpoints
+    member.pool_channel, member.local_channel = event.pool_channel, event.local_channel
 
 
 def _worker_registered(state: State, memory: Memory, event: ev.WorkerRegistered) -> None:

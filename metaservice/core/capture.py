@@ -6,20 +6,35 @@ is no part of the digest.
 """
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import chain
 
 import msgspec
 
+from . import told
 from .apply_catalogue import make_instance
 from .eviction import rebuild
-from .index import DELETING, GONE, SERVING, WRITING, BlockIndex
+from .index import DELETING, GONE, SERVING, WRITING, BlockIndex, Label
 from .memory import Memory
-from .model import EvictionPolicy, Fingerprint, Limits, Quota, SwitchMode, SwitchScope
+from .model import EvictionPolicy, Fingerprint, Limits, Publication, Quota, SwitchMode, SwitchScope
 from .replies import Returned
-from .state import Ended, Group, Held, Member, Pool, Remembered, Session, State, Storage, Tenant, Usage
+from .state import (
+    WINDOW_FIRST,
+    Ended,
+    Group,
+    Held,
+    Member,
+    Pool,
+    Remembered,
+    Session,
+    State,
+    Storage,
+    Tenant,
+    Told,
+    Usage,
+)  # fmt: skip
 
 FORMAT = 1
 _SLOTS_PER_CHUNK = 65_536
@@ -94,6 +109,27 @@ class _Spread(msgspec.Struct, array_like=True):
     instances: list[tuple[str, int]]
 
 
+class _Told(msgspec.Struct, array_like=True):
+    """Written where anything is or was announced to routers, or is to be: else the chunk is left out.
+    `window`: the last one's number."""
+
+    window: int
+    untold: list[Told]
+    tombstones: list[Told]
+    instances: list[tuple[str, Publication]]
+    storages: list[tuple[str, str]]
+    announced: bytes
+    labels: list[tuple[str, str]]
+
+
+class _Tokens(msgspec.Struct, array_like=True):
+    """Columns of a run of slots. `label`: u32, 1 + the row in `_Told.labels`, 0 for none."""
+
+    first: int
+    tokens: list[bytes]
+    label: bytes
+
+
 class _Recency(msgspec.Struct, array_like=True):
     used_ms: bytes
 
@@ -145,6 +181,29 @@ def _canonical(state: State) -> Iterator[bytes]:
         )  # fmt: skip
     if state.shards > 1:
         yield _ENCODER.encode(_spread(state))
+    yield from _told(state)
+
+
+def _told(state: State) -> Iterator[bytes]:
+    index = state.index
+    instances = [
+        (id, one.publication) for id, one in sorted(state.instances.items()) if one.publication is not None
+    ]
+    storages = [(id, one.reach) for id, one in sorted(state.storages.items()) if one.reach]
+    if state.window == WINDOW_FIRST and not (instances or storages or any(index.tokens)):
+        return
+    labels = sorted({label for label in index.label if label is not None})
+    number_of = {label: row + 1 for row, label in enumerate(labels)}
+    yield _ENCODER.encode(
+        _Told(
+            state.window, list(state.untold), list(state.tombstones), instances, storages,
+            bytes(index.announced), labels,
+        )
+    )  # fmt: skip
+    for first in range(0, len(index), _SLOTS_PER_CHUNK):
+        end = min(first + _SLOTS_PER_CHUNK, len(index))
+        numbers = array("I", [number_of[one] if one is not None else 0 for one in index.label[first:end]])
+        yield _ENCODER.encode(_Tokens(first, index.tokens[first:end], numbers.tobytes()))
 
 
 def _spread(state: State) -> _Spread:
@@ -226,13 +285,16 @@ def restore(chunks: Iterable[bytes], limits: Limits, shards: int = 1) -> tuple[S
     intern: dict[bytes, bytes] = {}
     while len(state.index) < head.slots:
         _restore_slots(state.index, decoder.decode(next(source)), intern)
-    rest = list(source)
-    if len(rest) != (1 if shards == 1 else 2):
+    *rest, last = source
+    told_chunks = -(-head.slots // _SLOTS_PER_CHUNK) + 1
+    own = len(rest) - (shards > 1)
+    if own not in (0, told_chunks):
         raise ValueError(f"the snapshot is not of one of {shards} shards")
     if shards > 1:
-        _restore_spread(state, msgspec.msgpack.decode(rest[0], type=_Spread))
-    recency = msgspec.msgpack.decode(rest[-1], type=_Recency)
+        _restore_spread(state, msgspec.msgpack.decode(rest.pop(0), type=_Spread))
+    recency = msgspec.msgpack.decode(last, type=_Recency)
     index = state.index
+    _restore_told(state, rest)
     index.used_ms = array("Q", recency.used_ms)
     index.free = list(array("I", head.free))
     _restore_sessions(state, sessions)
@@ -293,6 +355,30 @@ def _restore_spread(state: State, spread: _Spread) -> None:
         state.storages[id].left_seq = left_seq
     for id, shard in spread.instances:
         state.instances[id].shard = shard
+
+
+def _restore_told(state: State, chunks: list[bytes]) -> None:
+    index = state.index
+    if not chunks:
+        index.tokens = [b""] * len(index)
+        index.label = [None] * len(index)
+        index.announced = bytearray(len(index))
+        return
+    head = msgspec.msgpack.decode(chunks[0], type=_Told)
+    state.window = head.window
+    state.untold = dict.fromkeys(head.untold)
+    state.tombstones = deque(head.tombstones)
+    for id, publication in head.instances:
+        state.instances[id].publication = publication
+    for id, reach in head.storages:
+        state.storages[id].reach = reach
+    index.announced = bytearray(head.announced)
+    labels: list[Label | None] = [None, *head.labels]
+    for chunk in chunks[1:]:
+        part = msgspec.msgpack.decode(chunk, type=_Tokens)
+        assert part.first == len(index.tokens), "chunks out of order"
+        index.tokens += part.tokens
+        index.label += map(labels.__getitem__, array("I", part.label))
 
 
 def _restore_slots(index: BlockIndex, part: _Slots, intern: dict[bytes, bytes]) -> None:
@@ -373,6 +459,7 @@ def _derive(state: State) -> None:
                 usage.bytes += count * table.size_bytes
     for table in index.tables.values():
         rebuild(index, table)
+    told.derive(state)
 
 
 def _remind(state: State, memory: Memory) -> None:

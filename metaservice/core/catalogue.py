@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sized
 
 from msgspec.structs import asdict
 
+from . import publishing
 from .commands import (
     DeleteGroup,
     DeleteInstance,
@@ -30,7 +31,7 @@ from .events import (
     TenantPut,
 )  # fmt: skip
 from .memory import Memory
-from .model import VOLATILE_KINDS, Fingerprint, Quota, SwitchScope
+from .model import REACHES, VOLATILE_KINDS, Fingerprint, Quota, SwitchScope
 from .rejections import Rejection
 from .replies import Done, InstanceRegistered
 from .spread import bind_here
@@ -120,6 +121,8 @@ def put_storage(state: State, memory: Memory, command: PutStorage, now_ms: int) 
         return Rejection(
             "invalid_field", "given by the service: the incarnation of the storage's worker", "options.pool"
         ), []
+    if command.reach not in REACHES:
+        return Rejection("invalid_field", "expected 'pool' or 'node', or '' for what is usual", "reach"), []
     known = state.storages.get(command.storage)
     if known is None:
         refused = _full(state.storages, min(memory.limits.registered_max, _STORAGES_MAX), "storage")
@@ -128,8 +131,8 @@ def put_storage(state: State, memory: Memory, command: PutStorage, now_ms: int) 
         number = next(number for number in range(_STORAGES_MAX) if number not in state.storage_of)
     else:
         number = known.number
-        same = (known.kind, known.options, known.fault_domain, known.capacity_bytes) == (
-            command.kind, command.options, command.fault_domain, capacity,
+        same = (known.kind, known.options, known.fault_domain, known.capacity_bytes, known.reach) == (
+            command.kind, command.options, command.fault_domain, capacity, command.reach,
         )  # fmt: skip
         if same:
             return Done(False), []
@@ -137,8 +140,9 @@ def put_storage(state: State, memory: Memory, command: PutStorage, now_ms: int) 
         if moved and (user := _storage_user(state, memory, command.storage)) is not None:
             return Rejection("storage_mismatch", f"kind and options are fixed while {user}", "options"), []
     event = StoragePut(
-        now_ms, command.storage, number, command.kind, command.options, capacity, command.fault_domain
-    )
+        now_ms, command.storage, number, command.kind, command.options, capacity, command.fault_domain,
+        command.reach,
+    )  # fmt: skip
     if state.shards == 1:
         return Done(known is None), [event]  # which sets what this shard may use of it
     usage = known.usage if known is not None else Usage(SwitchScope.storage, command.storage)
@@ -240,10 +244,12 @@ def put_instance(state: State, memory: Memory, command: PutInstance, now_ms: int
         refused = _full(state.instances, memory.limits.registered_max, "instance")
     if refused is None and command.shard is not None and not 0 <= command.shard < state.shards:
         refused = Rejection("invalid_field", f"expected 0..{state.shards - 1}, or null", "shard")
+    if refused is None:
+        refused = publishing.refuse(state, command)
     if refused is not None:
         return refused, []
     if known is None:
-        shard = _place(state) if command.shard is None else command.shard
+        shard = _place(state, command) if command.shard is None else command.shard
         count = len(command.fingerprint.groups)
         tables = tuple(range(state.table_next, state.table_next + count))
         usage = Usage(SwitchScope.instance, command.instance)
@@ -258,21 +264,25 @@ def put_instance(state: State, memory: Memory, command: PutInstance, now_ms: int
             return Rejection("group_mismatch", f"the instance is in group {known.group.id!r}", "group"), []
         if command.shard not in (None, known.shard) and state.shards > 1:
             return Rejection("invalid_field", f"the instance lives in shard {known.shard}", "shard"), []
-        if known.quota == command.quota:
+        if (known.quota, known.publication) == (command.quota, command.publication):
             return InstanceRegistered(False, group.storages, known.shard), []
         shard = known.shard
         tables = tuple(table.number for table in known.tables.values())
         usage = known.usage
     event = InstancePut(
-        now_ms, command.instance, command.group, command.fingerprint, command.quota, tables, shard
-    )
+        now_ms, command.instance, command.group, command.fingerprint, command.quota, tables, shard,
+        command.publication,
+    )  # fmt: skip
     # with several shards the event itself says all, as it may reach its shard before what follows it
     grants = _whole(state, usage, _pair(command.quota), now_ms) if state.shards == 1 else []
     return InstanceRegistered(known is None, group.storages, shard), [event, *grants]
 
 
-def _place(state: State) -> int:
-    """The shard with the fewest live instances, the first of equals."""
+def _place(state: State, command: PutInstance) -> int:
+    """That of the instance in whose streams its blocks are told; else the shard with the fewest live
+    instances, the first of equals."""
+    if command.publication is not None and command.publication.base:
+        return state.instances[command.publication.base].shard
     counts = [0] * state.shards
     for instance in state.instances.values():
         if not instance.retiring and state.shards > 1:

@@ -10,7 +10,7 @@ from array import array
 from msgspec import Struct
 
 from .events import Event
-from .model import EvictionPolicy, Fingerprint, Quota, SwitchMode, SwitchScope
+from .model import Endpoints, EvictionPolicy, Fingerprint, Publication, Quota, SwitchMode, SwitchScope
 from .replies import CatalogueView, Errands, Settled
 
 
@@ -31,13 +31,16 @@ class DeleteTenant(Command, kw_only=True, frozen=True):
 
 
 class PutStorage(Command, kw_only=True, frozen=True):
-    """`capacity_bytes` None: unlimited. Kind and options cannot change while groups name the storage."""
+    """`capacity_bytes` None: unlimited. Kind and options cannot change while groups name it. `reach`:
+    `pool` (every engine reaches it) or `node` (only engines whose node is its fault domain); "": as is usual
+    for its kind."""
 
     storage: str
     kind: str
     options: dict[str, str]
     capacity_bytes: int | None = None
     fault_domain: str = ""
+    reach: str = ""
 
 
 class DeleteStorage(Command, kw_only=True, frozen=True):
@@ -61,13 +64,15 @@ class DeleteGroup(Command, kw_only=True, frozen=True):
 
 
 class PutInstance(Command, kw_only=True, frozen=True):
-    """`shard`: where its blocks are to live; None: the catalogue chooses. It stays there for good."""
+    """`shard`: where its blocks are to live; None: the catalogue chooses. It stays there for good.
+    `publication`: how its blocks are announced to routers, None: not at all; may change."""
 
     instance: str
     group: str
     fingerprint: Fingerprint
     quota: Quota = Quota()
     shard: int | None = None
+    publication: Publication | None = None
 
 
 class DeleteInstance(Command, kw_only=True, frozen=True):
@@ -89,10 +94,14 @@ class SetSwitch(Command, kw_only=True, frozen=True):
 
 
 class RegisterEngine(Command, kw_only=True, frozen=True):
+    """`canary`: what this very process hashes the probe to; "" when it does not say."""
+
     engine: str
     incarnation: str
     instance: str = ""
     rank: int = 0
+    endpoints: Endpoints = Endpoints()
+    canary: str = ""
 
 
 class RegisterWorker(Command, kw_only=True, frozen=True):
@@ -139,7 +148,8 @@ class Lookup(Command, kw_only=True, frozen=True):
 
 class StartWrite(Command, kw_only=True, frozen=True):
     """`parents` None: a chain whose first key is the child of `parent`. Otherwise one entry a key, None for a
-    root."""
+    root. `tokens`: packed ids, a row a key (b"": never announce this block); what they were computed under:
+    the adapter's name and the cache salt."""
 
     instance: str
     engine: str
@@ -151,6 +161,9 @@ class StartWrite(Command, kw_only=True, frozen=True):
     sizes: tuple[int, ...] | None = None
     ttl_ms: int = 0
     request_id: str = ""
+    tokens: list[bytes] | None = None
+    lora: str = ""
+    salt: str = ""
 
 
 class Finish(Command, kw_only=True, frozen=True):
@@ -267,6 +280,19 @@ class GiveBudget(Command, kw_only=True, frozen=True):
     nothing."""
 
     settled: Settled
+
+
+# ---------------------------------------------------------------- routers
+
+
+class Announce(Command, kw_only=True, frozen=True):
+    """Given by the sequencer when the shard has something to announce (`Machine.announces`)."""
+
+
+class Restate(Command, kw_only=True, frozen=True):
+    """Routers are to be told again of all that is announced of an instance ("": of all instances)."""
+
+    instance: str = ""
 
 
 # ---------------------------------------------------------------- time

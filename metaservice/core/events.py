@@ -8,7 +8,7 @@ promise: fields are only ever appended.
 
 from msgspec import Struct
 
-from .model import EvictionPolicy, Fingerprint, Quota, SwitchMode, SwitchScope
+from .model import Endpoints, EvictionPolicy, Fingerprint, Publication, Quota, SwitchMode, SwitchScope
 
 
 class _Base(Struct, frozen=True, array_like=True):
@@ -44,6 +44,7 @@ class StoragePut(_Base, frozen=True, array_like=True, tag="storage_put"):
     options: dict[str, str]
     capacity_bytes: int | None
     fault_domain: str
+    reach: str = ""
 
 
 class StorageDeleted(_Base, frozen=True, array_like=True, tag="storage_deleted"):
@@ -74,6 +75,7 @@ class InstancePut(_Base, frozen=True, array_like=True, tag="instance_put"):
     quota: Quota
     tables: tuple[int, ...]
     shard: int = 0
+    publication: Publication | None = None
 
 
 class InstanceRetired(_Base, frozen=True, array_like=True, tag="instance_retired"):
@@ -166,10 +168,16 @@ class SwitchSet(_Base, frozen=True, array_like=True, tag="switch_set"):
 
 
 class EngineRegistered(_Base, frozen=True, array_like=True, tag="engine_registered"):
+    """`pool_channel` and `local_channel`: the numbers of the streams that tell routers of blocks that every
+    engine of the instance (and rank) reaches, and of those of its node (-1: it has none)."""
+
     engine: str
     incarnation: str
     instance: str
     rank: int
+    endpoints: Endpoints = Endpoints()
+    pool_channel: int = -1
+    local_channel: int = -1
 
 
 class WorkerRegistered(_Base, frozen=True, array_like=True, tag="worker_registered"):
@@ -209,7 +217,8 @@ class WriteStarted(_Base, frozen=True, array_like=True, tag="write_started"):
     """`slots`, `generations`, `storages` and `keys` have one row a block to write. The other columns are the
     reply, one row a requested key: `rows` (u32) leads from a requested row to its written row (`ids.NONE`:
     not written); empty: row i of the `write` outcomes is written row i. Parents: a chain when `parents` is
-    None (first row's: `parent`)."""
+    None (first row's: `parent`). `tokens`: the packed ids of each block to write (b"": not to be announced),
+    None when the writer sent none; `lora` and `salt` are what they were computed under."""
 
     session: int
     engine: str
@@ -230,6 +239,9 @@ class WriteStarted(_Base, frozen=True, array_like=True, tag="write_started"):
     evicted: int
     request_id: str
     group: str
+    tokens: tuple[bytes, ...] | None = None
+    lora: str = ""
+    salt: str = ""
 
 
 class WriteFinished(_Base, frozen=True, array_like=True, tag="write_finished"):
@@ -291,6 +303,19 @@ class HotBlocks(_Base, frozen=True, array_like=True, tag="hot_blocks"):
     used_ms: bytes
 
 
+class Announced(_Base, frozen=True, array_like=True, tag="announced"):
+    """What routers are told next, in this order. `number` is the seq that every stream of the shard gives it.
+    `dropped`: announced blocks that are to be no longer; then what went by itself is told as removed; then
+    `again` tombstones; then `restated`, told as removed and stored; then `stored`. Of the columns of slots,
+    what does not fit the state (it went meanwhile) is passed over."""
+
+    number: int
+    stored: bytes
+    restated: bytes
+    dropped: bytes
+    again: int
+
+
 class StateChecked(_Base, frozen=True, array_like=True, tag="state_checked"):
     """What the leader's state adds up to. A replica that comes to something else is wrong and must not
     lead."""
@@ -328,6 +353,7 @@ Event = (
     | BlocksRemoved
     | LocationsGone
     | HotBlocks
+    | Announced
     | StateChecked
 )
 

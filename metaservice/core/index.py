@@ -31,7 +31,8 @@ _FROM_REMOVED = sources("removed") | sources("evicted") | sources("part failed")
 _FROM_DELETED = sources("bytes deleted")
 _FROM_LOST = sources("pool gone")
 
-_GROW = 1024
+Label = tuple[str, str]
+"""(adapter's name, cache salt) that a block was computed under."""
 
 
 class Table:
@@ -43,8 +44,8 @@ class Table:
     """
 
     __slots__ = (
-        "blocks_deleting", "dependency", "full_mask", "group", "heap", "instance", "number", "parts",
-        "pending", "primary", "size_bytes", "slots",
+        "below", "blocks_deleting", "dependency", "full_mask", "group", "heap", "hot", "instance", "number",
+        "parts", "pending", "primary", "size_bytes", "slots",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,10 @@ class Table:
         self.blocks_deleting = 0
         self.heap: list[int] = []
         """Eviction candidates, see `eviction`: leader memory."""
+        self.below: dict[bytes, int | set[int]] = {}
+        """Parent's key -> the announced slots that hang on it (one, or several); derived."""
+        self.hot: list[int] = []
+        """Announced blocks with none below them, as in `heap`: leader memory, see `announcing`."""
 
 
 class BlockIndex:
@@ -87,6 +92,11 @@ class BlockIndex:
         self.session = array("Q")
         self.free: list[int] = []
         self.deleting_count = 0
+        self.tokens: list[bytes] = []
+        """Packed ids for routers, b"" where the writer sent none."""
+        self.label: list[Label | None] = []
+        self.announced = bytearray()
+        """1: routers are told of it."""
         # Leader memory, no part of the replicated state:
         self.visible = bytearray()
         self.used_ms = array("Q")
@@ -281,6 +291,7 @@ class BlockIndex:
         self._assert_from(slots, _FROM_DELETED)
         tables, table_of, keys, parents = self.tables, self.table, self.key, self.parent
         state, sums, done = self.state, self.sums, self.done
+        tokens, label = self.tokens, self.label
         self.deleting_count -= len(slots)
         for slot in slots:
             tables[table_of[slot]].blocks_deleting -= 1
@@ -288,6 +299,8 @@ class BlockIndex:
             keys[slot] = b""
             parents[slot] = None
             sums[slot] = b""
+            tokens[slot] = b""
+            label[slot] = None
             done[slot] = 0
         self.free += slots
 
@@ -324,6 +337,17 @@ class BlockIndex:
             self.sums[slot] = bytes(merged)
             self.done[slot] |= mask
 
+    def record_tokens(self, slots: "array[int]", tokens: Sequence[bytes], label: Label | None) -> None:
+        """What routers are to know the new blocks by."""
+        run = span_of(slots)
+        if run is not None:
+            self.tokens[slice(*run)] = tokens
+            self.label[slice(*run)] = [label] * len(slots)
+            return
+        for slot, packed in zip(slots, tokens, strict=True):
+            self.tokens[slot] = packed
+            self.label[slot] = label
+
     # ------------------------------------------------------------ inner
 
     def _append(
@@ -340,6 +364,9 @@ class BlockIndex:
         self.key += keys
         self.parent += parents
         self.sums.extend(repeat(b"", count))
+        self.tokens.extend(repeat(b"", count))
+        self.label.extend(repeat(None, count))
+        self.announced += bytes(count)
         self.table += array("I", (table,)) * count
         self.state += bytes((WRITING,)) * count
         self.generation += generations
@@ -364,6 +391,9 @@ class BlockIndex:
         self.key.extend(repeat(b"", fresh))
         self.parent.extend(repeat(None, fresh))
         self.sums.extend(repeat(b"", fresh))
+        self.tokens.extend(repeat(b"", fresh))
+        self.label.extend(repeat(None, fresh))
+        self.announced += zeros
         for column in (self.table, self.generation, self.storage, self.done, self.children, self.session):
             column.frombytes(bytes(fresh * column.itemsize))
         for volatile in (self.used_ms, self.pins):

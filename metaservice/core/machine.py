@@ -7,12 +7,14 @@ The sequencer is its only caller. `execute` decides and applies; what it publish
 """
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct
 
 from . import (
+    announcing,
     blocks,
     capture,
     catalogue,
@@ -20,10 +22,13 @@ from . import (
     giving,
     membership,
     pools,
+    publishing,
     settle,
     shortage,
     spread,
+    starts,
     ticks,
+    told,
     views,
     writes,
 )
@@ -39,6 +44,7 @@ from .outcomes import LeaseOutcome
 from .rejections import Rejection
 from .replies import BlockDetail, CatalogueView, Done, Errands, LeasesAnswered
 from .state import State
+from .windows import Announcement, EngineAt, Gone, Run, Window
 
 Decide = Callable[[State, Memory, Any, int], tuple[object, list[Event]]]
 
@@ -55,7 +61,7 @@ _DECIDE: dict[type, Decide] = {
     cmd.RegisterEngine: membership.register_engine,
     cmd.RegisterWorker: membership.register_worker,
     cmd.Deregister: membership.deregister,
-    cmd.StartWrite: writes.start_write,
+    cmd.StartWrite: starts.start_write,
     cmd.Finish: writes.finish,
     cmd.RenewWrite: writes.renew_write,
     cmd.Abort: writes.abort,
@@ -63,6 +69,8 @@ _DECIDE: dict[type, Decide] = {
     cmd.ConfirmTask: blocks.confirm_task,
     cmd.Settle: settle.settle,
     cmd.GiveBudget: giving.give_budget,
+    cmd.Announce: announcing.announce,
+    cmd.Restate: announcing.restate,
 }
 
 Steps = Callable[[State, Memory, Any, int], Iterator[list[Event]]]
@@ -145,6 +153,7 @@ class Machine:
         events: list[Event] = [TookOver(now_ms, command.epoch, cluster), *pools.orphans(self.state, now_ms)]
         for event in events:
             apply(self.state, self.memory, event)
+        self.memory.telling.lead(now_ms)
         return events
 
     def _run(self, steps: Iterator[list[Event]]) -> Iterator[Event]:
@@ -214,6 +223,41 @@ class Machine:
         if leases.unpinned:
             self.memory.deletions.unpinned(leases.unpinned)
             leases.unpinned = []
+
+    # ------------------------------------------------------------ routers
+
+    def announces(self, now_ms: int) -> bool:
+        """Whether `Announce` would have something to do now. Ask often."""
+        return announcing.due(self.state, self.memory, now_ms)
+
+    def collect_windows(self) -> None:
+        """From now on what routers are to be told is kept until `take_windows` asks for it."""
+        if self.memory.windows is None:
+            self.memory.windows = deque()
+
+    def take_windows(self) -> list[Window]:
+        """The durable windows since the last time, in order."""
+        windows, durable = self.memory.windows, self.memory.durable_seq
+        taken: list[Window] = []
+        while windows and windows[0].seq <= durable:
+            taken.append(windows.popleft())
+        return taken
+
+    def standing(self, first: int, count: int) -> tuple[list[Run], int | None]:
+        """What is announced now, in steps: see `told.standing`."""
+        return told.standing(self.state, first, count)
+
+    def tombstones(self) -> list[Gone]:
+        """What routers were told as removed lately."""
+        return told.gone_rows(self.state.tombstones)
+
+    def publications(self) -> list[Announcement]:
+        """The instances whose blocks routers are told of by this shard."""
+        return publishing.announcements(self.state)
+
+    def announced_engines(self) -> list[EngineAt]:
+        """The live engines of this shard's instances."""
+        return publishing.engines(self.state)
 
     # ------------------------------------------------------------ several shards
 

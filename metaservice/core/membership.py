@@ -3,7 +3,7 @@
 An unknown, expired or replaced caller is told to register again, never left in silence.
 """
 
-from . import pools
+from . import pools, publishing
 from .commands import Deregister, Heartbeat, RegisterEngine, RegisterWorker
 from .events import EngineRegistered, Event, MemberExpired, MemberLeft, SessionEnded, WorkerRegistered
 from .memory import Memory
@@ -22,18 +22,25 @@ def register_engine(state: State, memory: Memory, command: RegisterEngine, now_m
         return Rejection(
             "instance_unknown", f"no instance {command.instance!r}: register it first", "instance"
         ), []
-    refused = _refuse(state, memory, "engine", command.engine, command.incarnation)
+    refused = publishing.refuse_engine(state, command) or _refuse(
+        state, memory, "engine", command.engine, command.incarnation
+    )
     if refused is not None:
         return refused, []
     known = state.engines.get(command.engine)
     memory.beats["engine", command.engine] = now_ms
     fenced = _fenced(known, command.incarnation)
     current = known is not None and not fenced and not known.expired_ms
-    if current and known is not None and (known.instance, known.rank) == (command.instance, command.rank):
-        return Registered(command.engine, command.incarnation), []
+    if current and known is not None:
+        same = (known.instance, known.rank, known.endpoints)
+        if same == (command.instance, command.rank, command.endpoints):
+            return Registered(command.engine, command.incarnation), []
     events: list[Event] = [
-        EngineRegistered(now_ms, command.engine, command.incarnation, command.instance, command.rank)
-    ]
+        EngineRegistered(
+            now_ms, command.engine, command.incarnation, command.instance, command.rank, command.endpoints,
+            *publishing.channels(state, command),
+        )
+    ]  # fmt: skip
     if fenced:
         events += fence(state, memory, command.engine, command.incarnation, now_ms)
     return Registered(command.engine, command.incarnation, fenced), events

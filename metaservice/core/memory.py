@@ -14,6 +14,8 @@ from .model import REMEMBERED_REQUESTS, Limits
 from .replies import Started
 from .reports import Reports
 from .state import State, Usage
+from .telling import Telling
+from .windows import Window
 
 
 class Memory:
@@ -40,6 +42,9 @@ class Memory:
         self.unjournaled: dict[tuple[str, str], Started] = {}
         """Answers to start-writes that changed nothing (everything present or refused), for a retry."""
 
+        self.telling = Telling()
+        self.windows: deque[Window] | None = None
+        """What routers are to be told, until somebody takes it; None: nobody does here."""
         self.spans = state.shards > 1
         """Whether there are other shards: then it is noted what they have to be told."""
         self.spread_seq = state.seq
@@ -61,6 +66,7 @@ class Memory:
         self.deletions.take_back()
         self.beats.clear()
         self.touched = {}
+        self.telling.rest()
         self.unjournaled.clear()
         self.took_over()
 
@@ -106,7 +112,9 @@ class Memory:
         if self.spans:
             self.errander.reveal(durable_seq)
         while self.unrevealed and self.unrevealed[0][0] <= durable_seq:
-            self.state.index.reveal(self.unrevealed.popleft()[1])
+            slots = self.unrevealed.popleft()[1]
+            self.state.index.reveal(slots)
+            self.telling.revealed(slots)
         while self.undeleted and self.undeleted[0][0] <= durable_seq:
             _, slots, not_before_ms = self.undeleted.popleft()
             ready_ms = not_before_ms

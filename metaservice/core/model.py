@@ -63,13 +63,15 @@ class Publication(Struct, frozen=True, forbid_unknown_fields=True):
     `routing_group`: instances that share it are told apart by no router ("": the model); they must name
     blocks alike. `lora`: the adapter all of the instance's blocks are for. `hash_of`: which 8 bytes of a key
     are the engine's own event hash: `tail64` (vLLM) or `head64` (SGLang), big-endian. `entries_max`: at most
-    so many blocks are announced at a time, those used last."""
+    so many blocks are announced at a time, those used last. `base`: the instance whose engines use this one's
+    blocks too, and in whose streams they are told ("": its own); so it is with an adapter's."""
 
     model: str
     routing_group: str = ""
     lora: str = ""
     hash_of: str = "tail64"
     entries_max: int = 50_000
+    base: str = ""
 
     @property
     def group(self) -> str:
@@ -142,8 +144,11 @@ class LeaseState(IntEnum):
     expired = 2
 
 
+REACHES = ("", "pool", "node")
 VOLATILE_KINDS = frozenset({"shm"})
 """Kinds of storage whose bytes are gone with the worker that holds them."""
+TOMBSTONES = 65_536
+"""Removals that are told again: the newest so many."""
 REMEMBERED_REQUESTS = 4_096
 """Replies kept for retries (invariant I7): the newest so many."""
 ENDED_SESSIONS = 4_096
@@ -191,4 +196,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     parts_max: int = 64
     groups_max: int = 16
     evict_batch_max: int = 4_096
+    window_blocks_max: int = 512
+    """Blocks stored, and as many restated, in one step of what routers are told."""
+    window_removed_max: int = 4_096
+    beat_ms: int = 900
+    """Every stream sends a batch so often at least, if an empty one."""
+    restate_ms: int = 600_000
+    """In this time routers are told again of everything that is announced."""
     retire_batch_max: int = 4_096

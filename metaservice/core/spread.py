@@ -133,7 +133,7 @@ def _all(state: State) -> Iterator[ev.Event]:
         yield ev.TenantPut(0, tenant.id, tenant.quota)
     for _, one in sorted(state.storages.items()):
         yield ev.StoragePut(
-            0, one.id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain
+            0, one.id, one.number, one.kind, one.options, one.capacity_bytes, one.fault_domain, one.reach
         )
     for _, group in sorted(state.groups.items()):
         yield ev.GroupPut(
@@ -143,8 +143,9 @@ def _all(state: State) -> Iterator[ev.Event]:
     for _, instance in sorted(state.instances.items()):
         tables = tuple(table.number for table in instance.tables.values())
         yield ev.InstancePut(
-            0, instance.id, instance.group.id, instance.fingerprint, instance.quota, tables, instance.shard
-        )
+            0, instance.id, instance.group.id, instance.fingerprint, instance.quota, tables, instance.shard,
+            instance.publication,
+        )  # fmt: skip
     for id in state.retiring:
         yield ev.InstanceRetired(0, id)
     if state.switch is not SwitchMode.normal:
@@ -160,7 +161,10 @@ def _all(state: State) -> Iterator[ev.Event]:
             if owner.switch is not SwitchMode.normal:
                 yield ev.SwitchSet(0, scope, id, owner.switch, _reason(state, scope, id))
     for _, member in sorted(state.engines.items()):
-        yield ev.EngineRegistered(0, member.id, member.incarnation, member.instance, member.rank)
+        yield ev.EngineRegistered(
+            0, member.id, member.incarnation, member.instance, member.rank, member.endpoints,
+            member.pool_channel, member.local_channel,
+        )  # fmt: skip
         if member.expired_ms:
             yield ev.MemberExpired(0, "engine", member.id, member.incarnation)
     for _, member in sorted(state.workers.items()):

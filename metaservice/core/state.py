@@ -5,7 +5,7 @@ without making a replica differ.
 """
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from msgspec import Struct
 
@@ -14,16 +14,21 @@ from .index import BlockIndex, Table
 from .model import (
     RETIRED_INCARNATIONS,
     VOLATILE_KINDS,
+    Endpoints,
     EvictionPolicy,
     Fingerprint,
     GroupKind,
+    Publication,
     Quota,
     SwitchMode,
     SwitchScope,
 )
 from .replies import Returned, Switched
+from .windows import CPU, EXTERNAL, STORAGE
 
 ScopeKey = tuple[SwitchScope, str]
+WINDOW_FIRST = 1 << 20
+"""Room below the first window, for those who want to be told of a whole state in numbers."""
 Pair = tuple[int | None, int | None]
 """(bytes, blocks); None: no limit, or not concerned."""
 
@@ -98,8 +103,8 @@ class Storage:
     `admission`)."""
 
     __slots__ = (
-        "capacity_bytes", "fault_domain", "id", "kind", "left_seq", "number", "options", "pool", "spent",
-        "switch", "usage",
+        "capacity_bytes", "fault_domain", "id", "kind", "left_seq", "number", "options", "pool", "reach",
+        "spent", "switch", "usage",
     )  # fmt: skip
 
     def __init__(self, id: str, number: int, kind: str, options: dict[str, str]) -> None:
@@ -109,6 +114,7 @@ class Storage:
         self.options = options
         self.capacity_bytes: int | None = None
         self.fault_domain = ""
+        self.reach = ""
         self.switch = SwitchMode.normal
         self.usage = Usage(SwitchScope.storage, id)
         self.left_seq = 0
@@ -118,6 +124,23 @@ class Storage:
         """Of a volatile storage, while its worker lives."""
         self.spent: tuple[str, ...] = ()
         """Incarnations whose pools are gone, the newest so many: none of them gets a pool again."""
+
+    @property
+    def local(self) -> bool:
+        """Whether only the engines of one node reach it."""
+        return self.reach == "node" or (not self.reach and self.volatile)
+
+    @property
+    def medium(self) -> str:
+        """What routers know such a place as."""
+        if not self.local:
+            return EXTERNAL
+        return CPU if self.volatile else STORAGE
+
+    @property
+    def node(self) -> str:
+        """Whose engines reach it, "" for all."""
+        return self.fault_domain if self.local else ""
 
     @property
     def volatile(self) -> bool:
@@ -166,8 +189,8 @@ class Instance:
     order."""
 
     __slots__ = (
-        "effective", "fingerprint", "group", "id", "primary", "quota", "retiring", "shard", "switch",
-        "tables", "usage",
+        "announced", "effective", "fingerprint", "group", "id", "primary", "publication", "quota", "retiring",
+        "shard", "switch", "tables", "usage",
     )  # fmt: skip
 
     def __init__(self, id: str, group: Group, fingerprint: Fingerprint, shard: int) -> None:
@@ -181,6 +204,9 @@ class Instance:
         self.tables: dict[str, Table] = {}
         self.primary: Table
         self.usage = Usage(SwitchScope.instance, id)
+        self.publication: Publication | None = None
+        self.announced = 0
+        """How many of its blocks routers are told of; derived."""
         self.effective: Switched | None = None
         """The strictest switch on the path, None when all are normal. Derived; kept because every lookup
         asks."""
@@ -256,6 +282,19 @@ class Member(Struct, array_like=True):
     instance: str = ""
     rank: int = 0
     storages: tuple[str, ...] = ()
+    endpoints: Endpoints = Endpoints()
+    pool_channel: int = -1
+    local_channel: int = -1
+
+
+class Told(Struct, frozen=True, array_like=True):
+    """A block as routers were told of it. `times`: how often it was told as removed."""
+
+    instance: str
+    medium: str
+    node: str
+    key: bytes
+    times: int = 0
 
 
 class Held:
@@ -304,6 +343,12 @@ class State:
         self.remembered: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
         self.retiring: dict[str, None] = {}
         """Instances being removed, in the order asked."""
+        self.window = WINDOW_FIRST
+        """Number of the last step of what routers were told."""
+        self.untold: dict[Told, None] = {}
+        """What is not there any more and routers still know, in the order in which it went."""
+        self.tombstones: deque[Told] = deque()
+        """What routers were told as removed; some of them may have missed it."""
         self.session_next = 1
         self.table_next = 1
         self.grant_next = 1

@@ -11,7 +11,7 @@ from itertools import chain
 from msgspec.msgpack import encode
 from msgspec.structs import astuple
 
-from .state import State, Usage
+from .state import WINDOW_FIRST, State, Usage
 
 
 class StateDiverged(AssertionError):
@@ -41,7 +41,9 @@ def summary(state: State) -> bytes:
     )  # fmt: skip
     # beside the rest, so that a state without pools adds up to what it did before there were any
     pools = sorted((id, *astuple(one.pool)) for id, one in state.storages.items() if one.pool is not None)
-    return blake2b(encode((*numbers, pools) if pools else numbers), digest_size=16).digest()
+    told = [state.window, len(state.untold), len(state.tombstones), index.announced.count(1)]
+    extra = [*([pools] if pools else []), *([told] if state.window > WINDOW_FIRST else [])]
+    return blake2b(encode((*numbers, *extra) if extra else numbers), digest_size=16).digest()
 
 
 def _totals(usages: Iterable[Usage]) -> list[int]:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
+from . import announcing
 from .admission import watermark_victims
 from .events import BlocksRemoved, Event, HotBlocks, InstanceGone, StateChecked
 from .index import packed_slots
@@ -70,6 +71,7 @@ def _removed(memory: Memory, slots: list[int], why: str, now_ms: int) -> BlocksR
 
 def _hot(state: State, memory: Memory, now_ms: int) -> HotBlocks:
     touched = memory.touched
+    announcing.heated(state, memory, touched)
     event = HotBlocks(now_ms, packed_slots(touched), array("Q", touched.values()).tobytes())
     memory.touched = {}
     memory.hot_summary_at_ms = now_ms

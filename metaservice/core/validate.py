@@ -108,6 +108,24 @@ def check_sizes(sizes: tuple[int, ...] | None, table: Table) -> Rejection | None
     return None
 
 
+def check_tokens(tokens: list[bytes] | None, keys: int, block_size_tokens: int) -> Rejection | None:
+    """A row a key, each b"" or the packed ids of a whole block: routers take a shorter span for another
+    text."""
+    if tokens is None:
+        return None
+    if len(tokens) != keys:
+        return Rejection("column_length", f"{len(tokens)} rows of tokens for {keys} keys", "tokens")
+    for row, packed in enumerate(tokens):
+        if packed and not (1 <= packed[0] <= 4 and len(packed) == 1 + packed[0] * block_size_tokens):
+            return Rejection(
+                "invalid_field",
+                f"expected nothing, or the packed ids of {block_size_tokens} tokens "
+                f"(1 + width * {block_size_tokens} bytes, width 1 to 4)",
+                f"tokens[{row}]",
+            )
+    return None
+
+
 def check_fingerprint(fingerprint: Fingerprint, limits: Limits) -> Rejection | None:
     """Whether a fingerprint makes sense in itself."""
 

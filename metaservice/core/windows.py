@@ -7,6 +7,8 @@ go on where they were whoever leads.
 
 from msgspec import Struct
 
+from .model import Endpoints
+
 CPU = "CPU"
 STORAGE = "STORAGE"
 EXTERNAL = "EXTERNAL"
@@ -56,3 +58,32 @@ class Window(Struct, frozen=True, array_like=True, tag="window"):
     restated: list[Run]
     removed: list[Gone]
     again: list[Gone]
+
+
+class Announcement(Struct, frozen=True, array_like=True):
+    """How an instance's blocks are announced; see `model.Publication` and `Fingerprint`."""
+
+    instance: str
+    tenant: str
+    model: str
+    routing_group: str
+    lora: str
+    hash_of: str
+    block_size_tokens: int
+    key_length: int
+    hash_scheme: str
+    hash_seed: str
+    canary: str
+    base: str = ""
+
+
+class EngineAt(Struct, frozen=True, array_like=True):
+    """A live engine of an instance, and the streams that concern it; see `events.EngineRegistered`."""
+
+    engine: str
+    incarnation: str
+    instance: str
+    rank: int
+    endpoints: Endpoints
+    pool_channel: int
+    local_channel: int

@@ -47,6 +47,7 @@ class InstanceUp(Message, frozen=True, array_like=True, tag="instance_up"):
     hash_scheme: str
     hash_seed: str
     canary: str
+    base: str = ""
 
 
 class InstanceDown(Message, frozen=True, array_like=True, tag="instance_down"):

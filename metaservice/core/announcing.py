@@ -1,0 +1,206 @@
+"""What routers are told next: the leader's decision, journaled as `Announced`, carried out by `told`.
+
+A router's memory is bounded and so is what it is told: of each instance at most `entries_max` blocks, those
+used last. New blocks come in as they begin to serve, blocks that a lookup touched come back, the least
+recently used go, leaf first. Beside that everything announced is told once more as time passes, for those who
+missed something, and at once when somebody asks for it (`Restate`).
+
+All work is in steps of bounded size: routers must not cost a lookup anything.
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush, heapreplace
+
+from .commands import Announce, Restate
+from .events import Announced, Event
+from .index import Table, packed_slots
+from .memory import Memory
+from .rejections import Rejection
+from .replies import Done
+from .state import Instance, State
+from .told import eligible
+
+CANDIDATES_PER_BLOCK = 4
+"""Candidates looked at in a step for each block that it may announce."""
+HEATED_MAX = 4_096
+"""Blocks that lookups bring back at a time."""
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+
+
+def due(state: State, memory: Memory, now_ms: int) -> bool:
+    """Whether there is a step to take now."""
+    telling = memory.telling
+    if telling.pressing or state.untold:
+        return True
+    return now_ms - telling.told_ms >= memory.limits.beat_ms and speaks(state)
+
+
+def speaks(state: State) -> bool:
+    """Whether any instance of this shard is announced."""
+    return any(
+        one.publication is not None and (state.shards == 1 or one.shard == state.shard)
+        for one in state.instances.values()
+    )
+
+
+def announce(state: State, memory: Memory, command: Announce, now_ms: int) -> tuple[object, list[Event]]:
+    """One step; no event when there is nothing to say and it is no time for a beat."""
+    telling, limits = memory.telling, memory.limits
+    dropped = _shrunk(state, memory)
+    stored: list[int] = []
+    if len(state.untold) < limits.window_removed_max:
+        # else what went is told first: it may be what is to be stored again
+        colder, stored = _stored(state, memory)
+        dropped += colder
+    restated = telling.restated(state, now_ms, limits.window_blocks_max, limits.restate_ms)
+    again = telling.again(len(state.tombstones), now_ms, limits.restate_ms)
+    silent = not (dropped or stored or restated or again or state.untold)
+    if silent and not (now_ms - telling.told_ms >= limits.beat_ms and speaks(state)):
+        return Done(), []
+    columns = packed_slots(stored), packed_slots(restated), packed_slots(dropped)
+    return Done(), [Announced(now_ms, state.window + 1, *columns, again)]
+
+
+def restate(state: State, memory: Memory, command: Restate, now_ms: int) -> tuple[object, list[Event]]:
+    """Leader memory only: the next windows tell it all again."""
+    if command.instance:
+        instance = state.instances.get(command.instance)
+        if instance is None:
+            return Rejection("instance_unknown", f"no instance {command.instance!r}", "instance"), []
+        if instance.publication is None:
+            return _not_published(command.instance), []
+        chosen = [instance]
+    else:
+        chosen = [one for one in state.instances.values() if one.publication is not None]
+    for one in chosen:
+        memory.telling.restate(one)
+    return Done(), []
+
+
+def _not_published(instance: str) -> Rejection:
+    return Rejection("not_published", f"instance {instance!r} has no publication: set one first", "instance")
+
+
+def heated(state: State, memory: Memory, slots: Iterable[int]) -> None:
+    """Lookups found these blocks: they, and all above them, may be worth announcing again."""
+    index, telling = state.index, memory.telling
+    if not telling.leading:
+        return
+    left = HEATED_MAX
+    for slot in slots:
+        path: list[int] = []
+        at: int | None = slot
+        while at is not None and left and not index.announced[at] and eligible(state, at):
+            path.append(at)
+            left -= 1
+            parent = index.parent[at]
+            at = None if parent is None else index.tables[index.table[at]].slots.get(parent)
+        telling.revealed(reversed(path))
+
+
+# ---------------------------------------------------------------- new blocks
+
+
+def _stored(state: State, memory: Memory) -> tuple[list[int], list[int]]:
+    """(what to withdraw for it, what to announce), parents before children."""
+    index, telling = state.index, memory.telling
+    left = memory.limits.window_blocks_max
+    chosen: set[int] = set()
+    wanted: dict[str, list[int]] = {}
+    for slot in telling.candidates(state, CANDIDATES_PER_BLOCK * left):
+        if index.announced[slot] or slot in chosen or not eligible(state, slot):
+            continue
+        table = index.tables[index.table[slot]]
+        parent = index.parent[slot]
+        if parent is not None:
+            upper = table.slots.get(parent)
+            if upper is None or not (index.announced[upper] or upper in chosen):
+                telling.wait(table, parent, slot)
+                continue
+        chosen.add(slot)
+        wanted.setdefault(table.instance, []).append(slot)
+        if len(chosen) >= left:
+            break
+    dropped: list[int] = []
+    kept: list[int] = []
+    for name, slots in wanted.items():
+        instance = state.instances[name]
+        assert instance.publication is not None, "what is not announced was chosen"
+        over = instance.announced + len(slots) - instance.publication.entries_max
+        colder = _coldest(state, instance, over, slots) if over > 0 else []
+        dropped += colder
+        kept += slots[: max(0, len(slots) - max(0, over) + len(colder))]
+    return dropped, kept
+
+
+def _shrunk(state: State, memory: Memory) -> list[int]:
+    """What goes because a limit was lowered."""
+    dropped: list[int] = []
+    for name in list(memory.telling.shrinking):
+        instance = state.instances.get(name)
+        if instance is not None and instance.publication is not None:
+            over = instance.announced - instance.publication.entries_max
+            if over > 0:
+                dropped += _coldest(state, instance, min(over, memory.limits.window_blocks_max), ())
+                if dropped:
+                    continue
+        del memory.telling.shrinking[name]
+    return dropped
+
+
+def _coldest(state: State, instance: Instance, count: int, wanted: Iterable[int]) -> list[int]:
+    """At most `count` announced blocks of the instance, the least recently used and no more recent than what
+    is wanted, each only when all below it are among them; none that a wanted block hangs on."""
+    index, table = state.index, instance.primary
+    if len(table.hot) > 4 * instance.announced + 1024:
+        rebuild(state, table)
+    heap = table.hot
+    needed = {index.parent[slot] for slot in wanted}
+    newest_ms = max((index.used_ms[slot] for slot in wanted), default=1 << 62)
+    victims: list[int] = []
+    chosen: set[int] = set()
+    aside: list[int] = []
+    while heap and len(victims) < count:
+        entry = heap[0]
+        slot = entry & _SLOT_MASK
+        used = index.used_ms[slot]
+        if slot in chosen or not index.announced[slot] or index.table[slot] != table.number:
+            heappop(heap)
+        elif used != entry >> _SLOT_BITS:
+            heapreplace(heap, used << _SLOT_BITS | slot)
+        elif not _all_below(table, index.key[slot], chosen):
+            heappop(heap)  # it comes back when what is below it goes
+        elif used > newest_ms:
+            break
+        elif index.key[slot] in needed:
+            aside.append(heappop(heap))
+        else:
+            heappop(heap)
+            victims.append(slot)
+            chosen.add(slot)
+            parent = index.parent[slot]
+            upper = None if parent is None else table.slots.get(parent)
+            if upper is not None and index.announced[upper]:
+                heappush(heap, index.used_ms[upper] << _SLOT_BITS | upper)
+    for entry in aside:
+        heappush(heap, entry)
+    return victims
+
+
+def _all_below(table: Table, key: bytes, chosen: set[int]) -> bool:
+    below = table.below.get(key)
+    if below is None:
+        return True
+    return below in chosen if isinstance(below, int) else below <= chosen
+
+
+def rebuild(state: State, table: Table) -> None:
+    """The table's candidates anew, when stale entries outnumber live ones."""
+    index = state.index
+    table.hot = [
+        index.used_ms[slot] << _SLOT_BITS | slot
+        for slot in table.slots.values()
+        if index.announced[slot] and index.key[slot] not in table.below
+    ]
+    heapify(table.hot)

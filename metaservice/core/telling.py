@@ -1,0 +1,201 @@
+"""What the leader keeps in mind for announcing: blocks that may be new to routers, blocks that wait for their
+parent, and how far it is in telling everything once more. Leader memory: a new leader looks through all
+blocks again.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import compress
+from operator import gt
+
+from .events import Announced
+from .index import Table
+from .state import Instance, State
+
+WAITING_MAX = 65_536
+"""Blocks that wait for their parent. Those beyond are found again when everything is looked through."""
+SCAN_SLOTS = 8_192
+"""Slots looked at in one step."""
+
+
+class Walk:
+    """All announced blocks, of one instance or of all, each behind its parent; in steps, while they change.
+    What changes behind or ahead of it is told by its own event."""
+
+    def __init__(self, table: Table | None) -> None:
+        self._table = table
+        self._next = 0
+        self._todo: list[int] = []
+
+    def step(self, state: State, blocks: int, slots: int) -> list[int]:
+        """At most that many announced slots, having looked at that many slots at most for beginnings."""
+        index = state.index
+        found: list[int] = []
+        while len(found) < blocks:
+            if self._todo:
+                slot = self._todo.pop()
+                if index.announced[slot]:
+                    found.append(slot)
+                    below = index.tables[index.table[slot]].below.get(index.key[slot], ())
+                    self._todo += (below,) if isinstance(below, int) else below
+                continue
+            if slots <= 0 or self._next >= len(index):
+                break
+            end = min(self._next + slots, len(index), self._next + SCAN_SLOTS)
+            slots -= end - self._next
+            number = None if self._table is None else self._table.number
+            self._todo = [
+                slot
+                for slot in compress(range(self._next, end), index.announced[self._next : end])
+                if index.parent[slot] is None and number in (None, index.table[slot])
+            ]
+            self._todo.reverse()
+            self._next = end
+        return found
+
+    def over(self, state: State) -> bool:
+        """Whether it has come to the end."""
+        return not self._todo and self._next >= len(state.index)
+
+
+class Telling:
+    """Beside a State, in Memory. A replica that does not lead keeps nothing here."""
+
+    def __init__(self) -> None:
+        self.told_ms = 0
+        """When the last window was made."""
+        self.leading = False
+        self.dropped_waiting = 0
+        self.shrinking: dict[str, None] = {}
+        """Instances that may have more announced than they are allowed to."""
+        self._fresh: deque[int] = deque()
+        self._waiting: dict[tuple[int, bytes], list[int]] = {}
+        self.waiting = 0
+        """How many blocks wait for a parent that is not announced: orphans, if it never is."""
+        self._scan: int | None = None
+        self._walks: dict[str, Walk] = {}
+        self._round = Walk(None)
+        self._round_ms = 0
+        self._owed_blocks = 0.0
+        self._owed_again = 0.0
+        self._again_ms = 0
+
+    # ------------------------------------------------------------ who leads
+
+    def lead(self, now_ms: int) -> None:
+        """From now on this replica decides: look through everything once."""
+        self.__init__()  # type: ignore[misc]
+        self.leading = True
+        self._scan = 0
+        self._round_ms = self._again_ms = now_ms
+
+    def rest(self) -> None:
+        """Another one does."""
+        told_ms = self.told_ms
+        self.__init__()  # type: ignore[misc]
+        self.told_ms = told_ms
+
+    @property
+    def pressing(self) -> bool:
+        """Whether there may be something to tell, or to look for, now."""
+        return bool(self._fresh or self._walks or self._scan is not None or self.shrinking)
+
+    # ------------------------------------------------------------ what happens
+
+    def revealed(self, slots: Iterable[int]) -> None:
+        """These blocks are readable now."""
+        if self.leading:
+            self._fresh += slots
+
+    wanting = revealed
+    """These blocks may be announced again when their parent is."""
+
+    def look_again(self) -> None:
+        """What is announced at all has changed."""
+        if self.leading:
+            self._scan = 0
+
+    def shrink(self, instance: Instance) -> None:
+        """Its limit may be lower now."""
+        if self.leading:
+            self.shrinking[instance.id] = None
+
+    def told(self, event: Announced) -> None:
+        """A step was taken."""
+        self.told_ms = event.now_ms
+
+    def stored(self, state: State, slots: Iterable[int]) -> None:
+        """Those that waited for these blocks wait no more."""
+        if not self._waiting:
+            return
+        index = state.index
+        for slot in slots:
+            ready = self._waiting.pop((index.table[slot], index.key[slot]), None)
+            if ready is not None:
+                self.waiting -= len(ready)
+                self._fresh += ready
+
+    def wait(self, table: Table, parent: bytes, slot: int) -> None:
+        """This block is announced once its parent is."""
+        if self.waiting >= WAITING_MAX:
+            self.dropped_waiting += 1
+            return
+        those = self._waiting.setdefault((table.number, parent), [])
+        if slot not in those[-8:]:
+            those.append(slot)
+            self.waiting += 1
+
+    # ------------------------------------------------------------ what to tell
+
+    def candidates(self, state: State, count: int) -> Iterator[int]:
+        """Slots that may have to be announced: at most `count` of the fresh ones, then a look through some of
+        the others."""
+        for _ in range(count):
+            if not self._fresh:
+                break
+            yield self._fresh.popleft()
+        if self._scan is None or self._fresh:
+            return
+        index = state.index
+        end = min(self._scan + SCAN_SLOTS, len(index))
+        span = slice(self._scan, end)
+        self._fresh += compress(range(self._scan, end), map(gt, index.visible[span], index.announced[span]))
+        self._scan = end if end < len(index) else None
+
+    def restate(self, instance: Instance) -> None:
+        """Tell all of the instance once more, from the beginning."""
+        self._walks[instance.id] = Walk(instance.primary)
+
+    def restated(self, state: State, now_ms: int, blocks: int, restate_ms: int) -> list[int]:
+        """What to tell once more in this step: what was asked for, and a share of everything."""
+        found: list[int] = []
+        for name in list(self._walks):
+            walk = self._walks[name]
+            found += walk.step(state, blocks - len(found), SCAN_SLOTS)
+            if walk.over(state):
+                del self._walks[name]
+            if len(found) >= blocks:
+                return found
+        passed_ms = max(0, now_ms - self._round_ms)
+        self._round_ms = now_ms
+        share = min(1.0, passed_ms / restate_ms)
+        announced = sum(one.announced for one in state.instances.values())
+        self._owed_blocks = min(blocks, self._owed_blocks + announced * share)
+        if self._owed_blocks >= 1:
+            slots = max(1, int(len(state.index) * share) + 64)
+            again = self._round.step(state, min(int(self._owed_blocks), blocks - len(found)), slots)
+            self._owed_blocks -= len(again)
+            found += again
+            if self._round.over(state):
+                self._round = Walk(None)
+                self.look_again()
+        return found
+
+    def again(self, tombstones: int, now_ms: int, restate_ms: int) -> int:
+        """How many tombstones to tell once more in this step."""
+        passed_ms = max(0, now_ms - self._again_ms)
+        self._again_ms = now_ms
+        self._owed_again = min(float(tombstones), self._owed_again + tombstones * passed_ms / restate_ms)
+        count = int(self._owed_again)
+        self._owed_again -= count
+        return count

@@ -1,0 +1,268 @@
+"""What routers have been told, as part of the state: which blocks are announced, what of it went and must
+still be told as removed, and what was told so lately.
+
+`take` carries out a step that the leader decided (`announcing`), the same on every replica, and makes of it
+the window that is sent. Routers find a block by its parent: so a block is announced only while its parent is,
+and when one goes all below it are withdrawn with it, to be announced again when it comes back.
+"""
+
+from collections.abc import Iterable, Sequence
+from heapq import heappush
+from itertools import islice
+
+from .events import Announced
+from .index import BlockIndex, Table, unpacked_slots
+from .memory import Memory
+from .model import TOMBSTONES
+from .starts import announceable
+from .state import Instance, State, Told
+from .windows import Gone, Run, Window
+
+TOLD_AGAIN = 2
+"""How often a removal is told once more: a router that missed it once has most likely heard it then."""
+
+
+def eligible(state: State, slot: int) -> bool:
+    """Whether routers may be told of the block in this slot, its parent aside: it is visible, of the main
+    attention, of an instance that is announced, and its tokens are known."""
+    index = state.index
+    if not index.visible[slot] or not index.tokens[slot]:
+        return False
+    table = index.tables[index.table[slot]]
+    instance = state.instances[table.instance]
+    return announceable(table) and instance.publication is not None and not instance.retiring
+
+
+def hangs(index: BlockIndex, slot: int) -> bool:
+    """Whether the block's parent is announced, or it begins a prompt."""
+    parent = index.parent[slot]
+    if parent is None:
+        return True
+    upper = index.tables[index.table[slot]].slots.get(parent)
+    return upper is not None and bool(index.announced[upper])
+
+
+# ---------------------------------------------------------------- one step
+
+
+def take(state: State, memory: Memory, event: Announced) -> None:
+    """Carry out the step; the window goes to those who collect them."""
+    assert event.number == state.window + 1, f"window {event.number} after {state.window}"
+    state.window = event.number
+    withdraw(state, memory, unpacked_slots(event.dropped))
+    gone = list(islice(state.untold, memory.limits.window_removed_max))
+    for told in gone:
+        del state.untold[told]
+    again = _again(state, event.again)
+    _bury(state, gone)
+    index = state.index
+    restated = [slot for slot in unpacked_slots(event.restated) if index.announced[slot]]
+    stored = _store(state, memory, unpacked_slots(event.stored))
+    memory.telling.told(event)
+    if memory.windows is not None:
+        window = Window(
+            state.shard, state.seq, event.number, event.now_ms, runs(state, stored), runs(state, restated),
+            gone_rows(gone), gone_rows(again),
+        )  # fmt: skip
+        memory.windows.append(window)
+
+
+def _store(state: State, memory: Memory, slots: Iterable[int]) -> list[int]:
+    """Mark those as announced that may be."""
+    index = state.index
+    stored = []
+    for slot in slots:
+        if index.announced[slot] or not eligible(state, slot) or not hangs(index, slot):
+            continue
+        index.announced[slot] = 1
+        stored.append(slot)
+        table = index.tables[index.table[slot]]
+        state.instances[table.instance].announced += 1
+        _hang(table, index.parent[slot], slot)
+    for slot in stored:
+        _offer(index, slot)
+    if stored:
+        memory.telling.stored(state, stored)
+    return stored
+
+
+def _hang(table: Table, parent: bytes | None, slot: int) -> None:
+    if parent is None:
+        return
+    below = table.below.get(parent)
+    if below is None:
+        table.below[parent] = slot
+    elif isinstance(below, int):
+        table.below[parent] = {below, slot}
+    else:
+        below.add(slot)
+
+
+def _offer(index: BlockIndex, slot: int) -> None:
+    """An announced block with none below it may be the next to be withdrawn."""
+    table = index.tables[index.table[slot]]
+    if index.key[slot] not in table.below:
+        heappush(table.hot, index.used_ms[slot] << 32 | slot)
+
+
+# ---------------------------------------------------------------- withdrawing
+
+
+def withdraw(state: State, memory: Memory, slots: Iterable[int]) -> None:
+    """Those of these blocks that are announced are not any more, nor is what hangs on them: routers hear of
+    it in the next window. Call before the slots lose their keys."""
+    index = state.index
+    announced = index.announced
+    wanting: list[int] = []
+    """What may be announced again once its parent is."""
+    for first in slots:
+        if not announced[first]:
+            continue
+        todo = [first]
+        while todo:
+            slot = todo.pop()
+            if not announced[slot]:
+                continue
+            announced[slot] = 0
+            table = index.tables[index.table[slot]]
+            instance = state.instances[table.instance]
+            instance.announced -= 1
+            storage = state.storage_of[index.storage[slot]]
+            key = index.key[slot]
+            state.untold[Told(instance.id, storage.medium, storage.node, key)] = None
+            _unhang(index, table, slot)
+            below = table.below.pop(key, None)
+            if below is not None:
+                under = [below] if isinstance(below, int) else sorted(below)
+                todo += under
+                wanting += under
+    if wanting:
+        memory.telling.wanting(wanting)
+
+
+def _unhang(index: BlockIndex, table: Table, slot: int) -> None:
+    parent = index.parent[slot]
+    if parent is None:
+        return
+    below = table.below.get(parent)
+    if below is None:
+        return  # the parent was withdrawn first
+    if isinstance(below, int):
+        del table.below[parent]
+    else:
+        below.discard(slot)
+        if below:
+            return
+        del table.below[parent]
+    upper = table.slots.get(parent)
+    if upper is not None and index.announced[upper]:
+        heappush(table.hot, index.used_ms[upper] << 32 | upper)
+
+
+def _bury(state: State, gone: Iterable[Told]) -> None:
+    tombstones = state.tombstones
+    tombstones.extend(gone)
+    while len(tombstones) > TOMBSTONES:
+        tombstones.popleft()
+
+
+def _again(state: State, count: int) -> list[Told]:
+    """The next tombstones to be told once more, without those whose block is announced there (again)."""
+    told = []
+    for _ in range(min(count, len(state.tombstones))):
+        one = state.tombstones.popleft()
+        if stands(state, one) or one in state.untold:
+            continue
+        told.append(one)
+        if one.times + 1 < TOLD_AGAIN:
+            state.tombstones.append(Told(one.instance, one.medium, one.node, one.key, one.times + 1))
+    return told
+
+
+def stands(state: State, told: Told) -> bool:
+    """Whether the block is announced in that very place."""
+    instance = state.instances.get(told.instance)
+    slot = None if instance is None else instance.primary.slots.get(told.key)
+    if slot is None or not state.index.announced[slot]:
+        return False
+    storage = state.storage_of[state.index.storage[slot]]
+    return (storage.medium, storage.node) == (told.medium, told.node)
+
+
+# ---------------------------------------------------------------- as it is sent
+
+
+def runs(state: State, slots: Sequence[int]) -> list[Run]:
+    """The blocks in these slots as runs, each block behind its parent where the order has it so."""
+    index = state.index
+    key_of, parent_of, label_of = index.key, index.parent, index.label
+    made: list[Run] = []
+    rows: list[int] = []
+    at: tuple[int, int, tuple[str, str] | None] | None = None
+    last: bytes | None = None
+    for slot in slots:
+        place = (index.table[slot], index.storage[slot], label_of[slot])
+        if rows and (place != at or parent_of[slot] != last):
+            made.append(_run(state, rows))
+            rows = []
+        rows.append(slot)
+        at, last = place, key_of[slot]
+    if rows:
+        made.append(_run(state, rows))
+    return made
+
+
+def _run(state: State, slots: list[int]) -> Run:
+    index = state.index
+    first = slots[0]
+    storage = state.storage_of[index.storage[first]]
+    lora, salt = index.label[first] or ("", "")
+    keys = [index.key[slot] for slot in slots]
+    return Run(
+        index.tables[index.table[first]].instance, storage.medium, storage.node, lora, salt,
+        index.parent[first], len(keys[0]), b"".join(keys), [index.tokens[slot] for slot in slots],
+    )  # fmt: skip
+
+
+def gone_rows(told: Iterable[Told]) -> list[Gone]:
+    """Removed blocks by place, in their order."""
+    by_place: dict[tuple[str, str, str], list[bytes]] = {}
+    for one in told:
+        by_place.setdefault((one.instance, one.medium, one.node), []).append(one.key)
+    return [Gone(*place, len(keys[0]), b"".join(keys)) for place, keys in by_place.items()]
+
+
+def standing(state: State, first: int, count: int) -> tuple[list[Run], int | None]:
+    """What is announced among the slots from `first` on (`count` of them), and where to go on; None: that
+    was all."""
+    end = min(first + count, len(state.index))
+    flags = state.index.announced[first:end]
+    slots = [first + row for row, flag in enumerate(flags) if flag] if any(flags) else []
+    return runs(state, slots), end if end < len(state.index) else None
+
+
+def derive(state: State) -> None:
+    """Counts, links and candidates from the flags, after a restore."""
+    index = state.index
+    slots = [slot for slot, flag in enumerate(index.announced) if flag]
+    for slot in slots:
+        table = index.tables[index.table[slot]]
+        state.instances[table.instance].announced += 1
+        _hang(table, index.parent[slot], slot)
+    for slot in slots:
+        _offer(index, slot)
+
+
+def moved(state: State, memory: Memory, storage: int) -> None:
+    """The storage is about to be known to routers as another place."""
+    index = state.index
+    withdraw(state, memory, [slot for slot in index.in_storage(storage) if index.announced[slot]])
+
+
+def published(state: State, memory: Memory, instance: Instance) -> None:
+    """An instance is announced from now on, in another way, or no more."""
+    if instance.publication is None and instance.announced:
+        index = state.index
+        withdraw(state, memory, [slot for slot in instance.primary.slots.values() if index.announced[slot]])
+    memory.telling.look_again()
+    memory.telling.shrink(instance)
