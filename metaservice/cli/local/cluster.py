@@ -3,6 +3,7 @@ and started again."""
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -31,9 +32,11 @@ class LocalCluster:
         leadership: Literal["etcd", "sql_lease"] = "etcd",
         standby: bool = False,
         settings: Settings | None = None,
+        own: Callable[[int], Settings] | None = None,
     ) -> None:
         """`folder` (made when absent) keeps data and logs and stays; None is a temporary one. `settings`: of
-        every replica. `standby`: PostgreSQL gets a synchronous standby that the replicas know too."""
+        every replica; `own`: more for one of them, by its number from 1 on. `standby`: PostgreSQL gets a synchronous
+        standby that the replicas know too."""
         self._stack = ExitStack()
         self.folder = folder if folder is not None else self._stack.enter_context(temporary_folder())
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -45,6 +48,7 @@ class LocalCluster:
         self._count = replicas
         self._with_standby = standby
         self._settings: Settings = settings or {}
+        self._own = own
 
     def __enter__(self) -> Self:
         try:
@@ -84,7 +88,8 @@ class LocalCluster:
     def launch_replicas(self) -> None:
         """Start the replicas, which need not be ready yet when this returns."""
         self.replicas = [
-            LocalReplica(f"r{number}", self.folder, self._shared()) for number in range(1, self._count + 1)
+            LocalReplica(f"r{number}", self.folder, self._settings_of(number))
+            for number in range(1, self._count + 1)
         ]
         for replica in self.replicas:
             self._stack.callback(replica.crash)
@@ -140,6 +145,10 @@ class LocalCluster:
         said = replica.status() if replica.running else None
         rows: list[dict[str, Any]] = said["shards"] if said is not None else []
         return next((row for row in rows if row["shard"] == shard), None)
+
+    def _settings_of(self, number: int) -> Settings:
+        """What one replica is told."""
+        return {**self._shared(), **(self._own(number) if self._own is not None else {})}
 
     def _shared(self) -> Settings:
         """What all replicas are told."""
