@@ -168,10 +168,10 @@ class ReportRequest(Request, kw_only=True):
     keeps its own knowledge, so tell all that you know.
 
     Reports of an incarnation are numbered. `base` is the number of the report that this one goes on from;
-    null: it is a snapshot, all that there is, and what was reported before is forgotten. `cleared`: all
-    tiers were emptied before these items. A report that was taken already (of this or a smaller number)
-    changes nothing. One without items whose `number` and `base` are the last number is a heartbeat: without
-    one the engine's entries are hidden after some seconds, and dropped later.
+    null: it is a snapshot, all that there is, and what was reported before is forgotten. In this order:
+    `cleared` (all tiers are empty), `removed`, `stored`. A report that was taken already (of this or a
+    smaller number) changes nothing. One without items whose `number` and `base` are the last number is a
+    heartbeat: without one the engine's entries are hidden after some seconds, and dropped later.
     """
 
     incarnation: Token
@@ -185,12 +185,14 @@ class ReportRequest(Request, kw_only=True):
 class ReportReply(Reply, kw_only=True):
     """`stored` and `removed`: a ReportOutcome an item, in the order sent. `want`: `snapshot` when this
     replica has not what the report goes on from: nothing of it was taken, send all there is; else empty.
-    `visible_ms`: the next report or heartbeat has to come within this time."""
+    `visible_ms`: the next report or heartbeat has to come within this time. `number`: of the last report that
+    was taken from this incarnation (0: none)."""
 
     stored: list[str]
     removed: list[str]
     want: str
     visible_ms: int
+    number: int = 0
 
 
 class StoredAsk(Struct, array_like=True):
