@@ -235,6 +235,23 @@ class Machine:
         if self.memory.windows is None:
             self.memory.windows = deque()
 
+    @property
+    def window(self) -> int:
+        """Number of the last window."""
+        return self.state.window
+
+    def untold(self, instance: str) -> bool:
+        """Whether routers have still to be told that blocks of the instance went."""
+        return any(one.instance == instance for one in self.state.untold)
+
+    def knows_engine(self, engine: str) -> bool:
+        """Whether the engine is registered, expired or not."""
+        return engine in self.state.engines
+
+    def beat(self) -> None:
+        """Make the next window at once, if an empty one."""
+        self.memory.telling.told_ms = 0
+
     def take_windows(self) -> list[Window]:
         """The durable windows since the last time, in order."""
         windows, durable = self.memory.windows, self.memory.durable_seq

@@ -24,7 +24,6 @@ from .observer import Observer
 from .replay import replay
 from .role import Role, Turn, turned
 from .sequencer import SLICE_MS, Diverged, Sequencer
-from .snapshot import SnapshotKeeper
 from .tail import Tail
 from .thread import JournalThread
 
@@ -69,6 +68,10 @@ class Hooks:
     def fallen(self, shard: int) -> None:
         """It stopped leading by itself: its state could not be trusted any more."""
 
+    def leading(self, shard: int, epoch: int, until_s: float) -> None:
+        """It leads in this epoch, and nobody else can before `until_s` of the clock of leases; 0.0: it does
+        not lead any more. Also at each renewal."""
+
     async def before_write(self, shard: int, command: cmd.StartWrite) -> None:
         """A write may need more room than this shard's slice of a limit gives."""
 
@@ -89,15 +92,16 @@ class ShardLife:
         hooks: Hooks | None = None,
         poll_ms: int = 100,
         call_timeout_ms: int = 5_000,
+        announces: bool = False,
     ) -> None:
-        """`new_cluster` gives the name for a journal that has none, "" while it is not known."""
+        """`new_cluster` gives the name for a journal that has none, "" while it is not known. `announces`:
+        whether it decides what routers are told while it leads."""
         self.number = number
         self.limits = limits
         self.role = Role.FOLLOWER
         self.reason = "not started yet"
         self.opened: OpenReport | None = None
-        self.lease_until_s = 0.0
-        """By our own clock. Set by the replica; before it is over we lead, if we do."""
+        self._lease_until_s = 0.0
         self._last_word_good = False
         self._asking_s: list[float] = []
         """When the calls of the journal began that have not ended."""
@@ -113,6 +117,7 @@ class ShardLife:
         self._hooks = hooks or Hooks()
         self._poll_s = poll_ms / 1000
         self._call_timeout_s = call_timeout_ms / 1000
+        self._announces = announces
         self._thread = JournalThread(f"journal-{number}")
         self._tail: Tail | None = None
         self._sequencer: Sequencer | None = None
@@ -338,6 +343,7 @@ class ShardLife:
                     return True
                 self.reason = "the lease was over before the take-over was done"
             self.role = turned(self.role, Turn.LET_GO)
+            self._tell_lease()
             await self._let_go(1.0)
             self.role = turned(self.role, Turn.RELEASED)
             return False
@@ -361,7 +367,7 @@ class ShardLife:
         sequencer = self._sequencer = Sequencer(
             machine, self._journal, epoch, self._clock.now_ms, self._clock.now_s, self._thread,
             self._observer, cluster=cluster,
-            on_durable=self._durable,
+            on_durable=self._durable, announces=self._announces,
         )  # fmt: skip
         self._epoch_seen = epoch
         self._diverged = False
@@ -375,6 +381,7 @@ class ShardLife:
 
     def _durable(self, events: Sequence[Event], seq: int) -> None:
         self._last_word_good = True
+        self._tell_lease()
         if self._sequencer is not None and self._sequencer.progressed:
             self._pause_ms = REBUILD_PAUSE_MS  # rebuilding had helped
         self._hooks.applied(self.number, events, seq)
@@ -387,6 +394,7 @@ class ShardLife:
             self._diverged = True
             if self.role is Role.LEADER:
                 self.role = turned(self.role, Turn.LET_GO)
+                self._tell_lease()
                 self._discard(str(error))
                 self.role = turned(self.role, Turn.RELEASED)
                 self._hooks.fallen(self.number)
@@ -402,6 +410,7 @@ class ShardLife:
             if not self.led_here:
                 return
         self.role = turned(self.role, Turn.LET_GO)
+        self._tell_lease()
         async with self._turning:
             await self._let_go(drain_s)
             self.role = turned(self.role, Turn.RELEASED)
@@ -449,6 +458,22 @@ class ShardLife:
                 self._tail = None
 
     @property
+    def lease_until_s(self) -> float:
+        """By our own clock. Set by the replica; before it is over we lead, if we do."""
+        return self._lease_until_s
+
+    @lease_until_s.setter
+    def lease_until_s(self, until_s: float) -> None:
+        self._lease_until_s = until_s
+        self._tell_lease()
+
+    def _tell_lease(self) -> None:
+        """Whether we lead, from the moment on at which the take-over is durable."""
+        sequencer = self._sequencer
+        leads = sequencer is not None and sequencer.led and self.role in (Role.PROMOTING, Role.LEADER)
+        self._hooks.leading(self.number, self._epoch_seen, self._lease_until_s if leads else 0.0)
+
+    @property
     def led_here(self) -> bool:
         """Whether this replica is the leader, whatever its lease says."""
         return self.role is Role.LEADER
@@ -459,24 +484,6 @@ class ShardLife:
         if self._sequencer is not None:
             return self._sequencer.durable_seq
         return 0 if self._tail is None else self._tail.applied_seq
-
-    # ------------------------------------------------------------ snapshots
-
-    async def report(self, replica: str) -> None:
-        """Tell the journal how far this replica is."""
-        if self._tail is not None and not self._closed:
-            await self._call(self._journal.report_follower, replica, self.durable_seq)
-
-    async def keep_snapshots(self, keeper: SnapshotKeeper) -> None:
-        """Cut a snapshot when it is time, and trim the journal behind the ones before. Raises what goes
-        wrong; the journal then grows until the next attempt."""
-        size = await self._call(self._journal.size)
-        if not keeper.due(size):
-            return
-        upto_seq = await keeper.cut(self._journal.snapshots)
-        if upto_seq:
-            await self._call(self._journal.trim, upto_seq)
-        keeper.trimmed(await self._call(self._journal.size))
 
 
 def _read_some(journal: Journal, after_seq: int) -> tuple[list[Batch], bool]:

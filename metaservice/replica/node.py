@@ -17,6 +17,7 @@ from .election import Election, Pace
 from .errors import NotLeader, ShardUnavailable
 from .observer import Observer
 from .role import Role
+from .routers import Routers
 from .shard import Hooks, Shard
 from .snapshot import SnapshotKeeper
 from .spread import Spread
@@ -51,13 +52,18 @@ class Replica(Hooks):
         spread: bool = True,
         courier: errand.Courier | None = None,
         keepers: Sequence[SnapshotKeeper] = (),
+        routers: Routers | None = None,
     ) -> None:
         """`alone`: no other process can lead; leases do not run out then. `courier` carries errands to other
-        replicas. `keepers`: one a shard; none: no snapshots are cut."""
+        replicas. `keepers`: one a shard; none: no snapshots are cut. `routers`: who tells routers; none:
+        nobody."""
         self.id = id
         self.url = url
         self.limits = limits
         self._shards = list(make_shards(self))
+        self._routers = routers
+        if routers is not None:
+            routers.attach(self._shards)
         self._observer = observer
         self._now_s = now_s
         self._pace = pace
@@ -183,11 +189,20 @@ class Replica(Hooks):
 
     def applied(self, shard: int, events: Sequence[Event], seq: int) -> None:
         """See Hooks."""
+        if self._routers is not None:
+            self._routers.applied(shard, events)
         if shard == CATALOGUE and self._spread is not None:
             self._spread.applied(events, seq)
 
+    def leading(self, shard: int, epoch: int, until_s: float) -> None:
+        """See Hooks."""
+        if self._routers is not None:
+            self._routers.leading(shard, epoch, until_s)
+
     def restarted(self, shard: int) -> None:
         """See Hooks."""
+        if self._routers is not None:
+            self._routers.restarted(shard)
         if shard == CATALOGUE and self._spread is not None:
             self._spread.restarted()
 

@@ -36,7 +36,10 @@ KEYS_PER_BATCH_MAX = 65_536
 QUEUE_MAX = 8_192
 TICK_MS = 100
 TICK_LATE_MS_MAX = 1_000
+ANNOUNCE_MS = 5
+"""Between two steps of what routers are told: each is a part of a batch."""
 RETRY_MS = 500
+FOR_EVER_S = float("inf")
 SLICE_MS = 5.0
 """Deciding longer than this at a stretch would hold up lookups and the renewal of the lease: others run in
 between."""
@@ -67,9 +70,11 @@ class Sequencer:
         *,
         cluster: str = "",
         on_durable: Callable[[Sequence[Event], int], None] | None = None,
+        announces: bool = False,
     ) -> None:
         """`cluster` names a journal without a name. `on_durable(events, seq)` hears of every batch, at a
-        moment when the machine says exactly what the journal says."""
+        moment when the machine says exactly what the journal says. `announces`: what routers are told is
+        decided here."""
         self.pipeline = Pipeline(machine, epoch)
         self.progressed = False
         """Whether anything became durable after the take-over."""
@@ -82,6 +87,8 @@ class Sequencer:
         self._observer = observer
         self._cluster = cluster
         self._on_durable = on_durable
+        self._announces = announces
+        self._announced_s = 0.0
         self._queue: deque[Waiting] = deque()
         self._looks: list[tuple[Callable[[Machine], Any], asyncio.Future[Any]]] = []
         self._in_flight: Sequence[Waiting] = ()
@@ -164,7 +171,7 @@ class Sequencer:
             await self._commit()
             tick_s = self._now_s()
             while True:
-                wait_s = tick_s + TICK_MS / 1000 - self._now_s()
+                wait_s = min(tick_s + TICK_MS / 1000, self._announce_s()) - self._now_s()
                 if not self._queue and not self._stopping and wait_s > 0:
                     await self._sleep(wait_s)
                 batch = self._gather()
@@ -173,7 +180,7 @@ class Sequencer:
                 ticking = late_ms >= 0 and (not self._queue or late_ms > TICK_LATE_MS_MAX)
                 if ticking:
                     tick_s = self._now_s()
-                if batch or ticking:
+                if batch or ticking or self._now_s() >= self._announce_s():
                     await self._run_batch(batch, ticking)
                 elif self._stopping:
                     return
@@ -187,6 +194,17 @@ class Sequencer:
             log.exception("the core failed; its state is thrown away")
             self._fail(batch)
             raise Diverged(f"the core failed: {error!r}") from error
+
+    def _announce_s(self) -> float:
+        """When there is a next step of what routers are told, if there is anything to say."""
+        if not self._announces or not self.machine.announces(self._now_ms()):
+            return FOR_EVER_S
+        return self._announced_s + ANNOUNCE_MS / 1000
+
+    def beat(self) -> None:
+        """Somebody joined: have the next step soon, if an empty one."""
+        self.machine.beat()
+        self._wake.set()
 
     async def _sleep(self, seconds: float) -> None:
         self._wake.clear()
@@ -221,6 +239,9 @@ class Sequencer:
         if ticking:
             decide(cmd.Tick(), now_ms)
             self._count_expired()
+        if self._now_s() >= self._announce_s():
+            self._announced_s = self._now_s()
+            decide(cmd.Announce(), now_ms)
         self._in_flight = batch
         await self._commit(len(batch))
         for (_, future), reply in zip(batch, replies, strict=True):

@@ -21,6 +21,7 @@ from .errors import NotLeader, ShardUnavailable
 from .life import LEADERLESS, Clock, Hooks, ShardLife
 from .role import Role
 from .sequencer import TICK_MS, Sequencer
+from .snapshot import SnapshotKeeper
 
 __all__ = ["LEADERLESS", "Clock", "Hooks", "InstanceInfo", "Shard", "StorageInfo"]
 
@@ -94,6 +95,16 @@ class Shard(ShardLife):
     def machine(self) -> Machine:
         """The machine of the leader. Raises NotLeader when this is not it."""
         return self._leading().machine
+
+    @property
+    def loaded(self) -> Machine | None:
+        """The machine in any role; None while there is none."""
+        return None if self._tail is None else self._tail.machine
+
+    def beat(self) -> None:
+        """As the leader: tell routers something soon, if only that we are there."""
+        if self._sequencer is not None and self.ready:
+            self._sequencer.beat()
 
     @property
     def stuck(self) -> str:
@@ -262,3 +273,21 @@ class Shard(ShardLife):
         if ready and tail is not None:
             told.update(tail.machine.gauges())
         return told
+
+    # ------------------------------------------------------------ snapshots
+
+    async def report(self, replica: str) -> None:
+        """Tell the journal how far this replica is."""
+        if self._tail is not None and not self._closed:
+            await self._call(self._journal.report_follower, replica, self.durable_seq)
+
+    async def keep_snapshots(self, keeper: SnapshotKeeper) -> None:
+        """Cut a snapshot when it is time, and trim the journal behind the ones before. Raises what goes
+        wrong; the journal then grows until the next attempt."""
+        size = await self._call(self._journal.size)
+        if not keeper.due(size):
+            return
+        upto_seq = await keeper.cut(self._journal.snapshots)
+        if upto_seq:
+            await self._call(self._journal.trim, upto_seq)
+        keeper.trimmed(await self._call(self._journal.size))
