@@ -23,6 +23,8 @@ TOKEN_KEY_BYTES = 16
 
 DYNAMO_SEED = 1337
 
+DYNAMO_SALT = "dynamo-cache-salt:"
+
 VLLM_SEED = "vllm-none-hash"
 """What vLLM begins its chains with when nothing else was given to it."""
 
@@ -172,21 +174,42 @@ def _seed(told: str) -> str | None:
 # ---------------------------------------------------------------- as a router would
 
 
+def cache_namespace(salt: str) -> str:
+    """A salt as Dynamo's router knows it. Its workers hand an engine more than that, with DYNAMO_SALT before
+    it."""
+    return salt.removeprefix(DYNAMO_SALT) or salt
+
+
 @lru_cache(maxsize=4096)
 def dynamo_seed(lora: str = "", salt: str = "") -> int:
-    """What `dynamo_local_hash` begins with, for blocks of this adapter and this salt ("": none)."""
+    """What `dynamo_local_hash` begins with, for blocks of this adapter and with this salt, as the engine has
+    it ("": none)."""
     seed = DYNAMO_SEED
     if lora:
         seed += xxhash.xxh3_64_intdigest(lora.encode())
     if salt:
-        seed += xxhash.xxh3_64_intdigest(salt.encode(), seed=1)
+        seed += xxhash.xxh3_64_intdigest(cache_namespace(salt).encode(), seed=1)
     return seed & _U64
 
 
 def dynamo_local_hash(tokens: bytes, seed: int = DYNAMO_SEED) -> int:
     """By what Dynamo knows a block's own tokens (packed here), whatever is before them. `seed` as of
     `dynamo_seed`. ValueError as `unpack_tokens`."""
+    return xxhash.xxh3_64_intdigest(id_bytes(tokens), seed=seed)
+
+
+# ---------------------------------------------------------------- as SGLang would
+
+
+def page_key(before: bytes, tokens: bytes) -> bytes:
+    """SGLang's key of a page: `tokens` is packed, `before` the key of the page before, b"" for the first.
+    ValueError as `unpack_tokens`."""
+    return sha256(before + id_bytes(tokens)).digest()
+
+
+def id_bytes(tokens: bytes) -> bytes:
+    """A packed block's ids as 4 bytes each, little-endian. ValueError as `unpack_tokens`."""
     ids = unpack_tokens(tokens)
     if sys.byteorder == "big":
         ids.byteswap()
-    return xxhash.xxh3_64_intdigest(ids.tobytes(), seed=seed)
+    return ids.tobytes()

@@ -1,6 +1,7 @@
-"""What emitters over engines' hashes have in common: which events there are and in which order."""
+"""What the dialects have in common: which events a window has and in which order, encoded once."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -10,30 +11,26 @@ from metaservice.core.windows import Gone, Run, Window
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.emitters.spans import Checks, Span
 
-Kind = tuple[str, str, int, int, str, str]
-"""What the encoded events depend on besides the window: instance, node, block size, key's length and part,
-and adapter."""
+_Kind = tuple[str, str, int, int, str, str]
+
+Events = Sequence[object]
+"""Events that follow each other in one payload, not yet encoded."""
 
 
 class WindowEmitter(ABC):
-    """The events of a dialect that has one for stored and one for removed blocks (an Emitter).
+    """A dialect that says what was stored and what was removed (an Emitter).
 
-    The events of the window that was asked for last are kept, for the streams of the other ranks and those of
-    single engines: a window is encoded once, whatever the number of engines.
-    """
+    The events of the window that was asked for last are kept, for the streams of the other ranks and for
+    those of single engines: however many engines there are, a window is encoded once."""
 
     name: str
 
     def __init__(self) -> None:
-        self._checks = Checks()
+        self.invalid: Counter[str] = Counter()
         self._encode = msgspec.msgpack.Encoder().encode
         self._window: Window | None = None
-        self._parts: dict[tuple[str, str], _Part] = {}
-        self._events: dict[Kind, Sequence[Raw]] = {}
-
-    @property
-    def invalid(self) -> Mapping[str, int]:
-        return self._checks.invalid
+        self._parts: Mapping[tuple[str, str], _Part] = {}
+        self._events: dict[_Kind, Sequence[Raw]] = {}
 
     def events(self, stream: Stream, window: Window) -> Sequence[Raw]:
         if window is not self._window:
@@ -48,13 +45,15 @@ class WindowEmitter(ABC):
         return events
 
     def snapshot(self, stream: Stream, runs: Iterable[Run], gone: Iterable[Gone]) -> Iterator[Sequence[Raw]]:
+        place = stream.instance, stream.node
         for item in gone:
-            if (item.instance, item.node) == (stream.instance, stream.node):
-                for event in self._removals(stream, item):
-                    yield (event,)
+            if (item.instance, item.node) == place:
+                for events in self.removed(stream, item):
+                    yield self._encoded(events)
         for run in runs:
-            if (run.instance, run.node) == (stream.instance, stream.node):
-                yield from self._restated(stream, run)
+            if (run.instance, run.node) == place:
+                for events in self.restated(stream, run):
+                    yield self._encoded(events)
 
     def batch(self, stream: Stream, window: Window) -> bytes:
         return self.payload(stream, self.events(stream, window), window.now_ms)
@@ -63,36 +62,58 @@ class WindowEmitter(ABC):
         return self._encode((now_ms / 1000.0, events, stream.rank))
 
     @abstractmethod
-    def stored(self, stream: Stream, span: Span) -> object:
-        """The event that says so, to be encoded."""
+    def stored(self, stream: Stream, run: Run) -> Iterator[Events]:
+        """The events for blocks that are new, in pieces of at most EVENT_BLOCKS_MAX blocks."""
 
     @abstractmethod
-    def removed(self, stream: Stream, hashes: tuple[int, ...], medium: str) -> object:
-        """The event that says so, to be encoded."""
+    def restated(self, stream: Stream, run: Run) -> Iterator[Events]:
+        """Those for blocks of which nobody knows any more who heard of them, in such pieces."""
+
+    @abstractmethod
+    def removed(self, stream: Stream, gone: Gone) -> Iterator[Events]:
+        """Those for blocks that are gone, in such pieces."""
 
     def _told(self, stream: Stream, part: "_Part") -> Iterator[Raw]:
-        for gone in part.removed:
-            yield from self._removals(stream, gone)
-        for gone in part.again:
-            yield from self._removals(stream, gone)
+        for gone in (*part.removed, *part.again):
+            for events in self.removed(stream, gone):
+                yield from self._encoded(events)
         for run in part.restated:
-            for events in self._restated(stream, run):
-                yield from events
+            for events in self.restated(stream, run):
+                yield from self._encoded(events)
         for run in part.stored:
-            for span in self._checks.spans(stream, run):
-                yield self._raw(self.stored(stream, span))
+            for events in self.stored(stream, run):
+                yield from self._encoded(events)
 
-    def _restated(self, stream: Stream, run: Run) -> Iterator[Sequence[Raw]]:
-        for span in self._checks.spans(stream, run):
-            removed = self._raw(self.removed(stream, span.hashes, run.medium))
-            yield removed, self._raw(self.stored(stream, span))
+    def _encoded(self, events: Events) -> list[Raw]:
+        return [Raw(self._encode(event)) for event in events]
 
-    def _removals(self, stream: Stream, gone: Gone) -> Iterator[Raw]:
-        for hashes in self._checks.removed(stream, gone):
-            yield self._raw(self.removed(stream, hashes, gone.medium))
 
-    def _raw(self, event: object) -> Raw:
-        return Raw(self._encode(event))
+class EngineEmitter(WindowEmitter):
+    """A dialect that names blocks as their engine does, with one event for the blocks of a span."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = Checks(self.invalid)
+
+    @abstractmethod
+    def stored_event(self, stream: Stream, span: Span) -> object:
+        """That these blocks are there now."""
+
+    @abstractmethod
+    def removed_event(self, hashes: tuple[int, ...], medium: str) -> object:
+        """That these blocks are there no longer."""
+
+    def stored(self, stream: Stream, run: Run) -> Iterator[Events]:
+        for span in self.checks.spans(stream, run):
+            yield (self.stored_event(stream, span),)
+
+    def restated(self, stream: Stream, run: Run) -> Iterator[Events]:
+        for span in self.checks.spans(stream, run):
+            yield self.removed_event(span.hashes, run.medium), self.stored_event(stream, span)
+
+    def removed(self, stream: Stream, gone: Gone) -> Iterator[Events]:
+        for hashes in self.checks.removed(stream, gone):
+            yield (self.removed_event(hashes, gone.medium),)
 
 
 class _Part:
@@ -107,7 +128,7 @@ class _Part:
         self.stored: list[Run] = []
 
 
-def _parts(window: Window) -> dict[tuple[str, str], _Part]:
+def _parts(window: Window) -> Mapping[tuple[str, str], _Part]:
     parts: dict[tuple[str, str], _Part] = {}
 
     def part(of: Run | Gone) -> _Part:
@@ -124,7 +145,8 @@ def _parts(window: Window) -> dict[tuple[str, str], _Part]:
     return parts
 
 
-def _kind(stream: Stream) -> Kind:
+def _kind(stream: Stream) -> _Kind:
+    """What the events depend on besides the window."""
     return (
         stream.instance,
         stream.node,

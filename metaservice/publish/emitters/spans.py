@@ -14,84 +14,73 @@ from msgspec import Struct
 
 from metaservice.core.windows import CPU, EXTERNAL, STORAGE, Gone, Run
 from metaservice.publish.emitters.port import EVENT_BLOCKS_MAX, Stream
-from metaservice.publish.hashes import EVENT_HASH_MIN, event_hashes
+from metaservice.publish.hashes import EVENT_HASH_MIN, event_hash, event_hashes
 
-MEDIA = frozenset({"GPU", CPU, STORAGE, EXTERNAL})
-"""A consumer drops any other, or thinks it is the GPU's."""
+MEDIA = frozenset({CPU, STORAGE, EXTERNAL})
+"""A consumer drops any other, or thinks it is the GPU's. GPU is the engines' own to tell: where a block of it
+is told as removed and stored, Dynamo forgets what hangs on it."""
 
 
 class Span(Struct, frozen=True):
-    """At most EVENT_BLOCKS_MAX blocks that follow each other, all of them good: those of `run` from `first`
-    on. `parent` is the event hash of the block before (None: the prompt begins with this span)."""
+    """At most EVENT_BLOCKS_MAX blocks that follow each other in `run`, all of them good. `parent` is the
+    event hash of the block before (None: the prompt begins here)."""
 
     run: Run
-    first: int
     hashes: tuple[int, ...]
     parent: int | None
     tokens: Sequence[bytes]
 
 
 class Checks:
-    """Cuts runs and gones into spans, and counts by reason the blocks it leaves out."""
+    """Cuts runs and gones into what goes in one event, and counts the blocks it leaves out by reason:
 
-    def __init__(self) -> None:
-        self.invalid: Counter[str] = Counter()
+    `medium`: none of MEDIA. `key_length`: not the stream's. `columns`: not as many blocks of token ids as
+    keys. `tokens`: not the stream's number of ids. `hash_low`: below EVENT_HASH_MIN. `duplicate`: named
+    before in the run. `parent`: hangs on a block that could never be told. `behind`: good, but behind a bad
+    one."""
+
+    def __init__(self, invalid: Counter[str]) -> None:
+        self._invalid = invalid
 
     def spans(self, stream: Stream, run: Run) -> Iterator[Span]:
-        """The run's blocks up to the first bad one: what follows would hang on a parent nobody was told
-        of."""
-        hashes, parent, good = self._good(stream, run)
+        """The run's blocks up to the first bad one: the next would hang on a parent that nobody was told of,
+        and some consumers put it at the prompt's beginning then."""
+        count = _count(run)
+        wrong = _unfit(stream, run) or ("columns" if len(run.tokens) != count else "")
+        if wrong:
+            self._invalid[wrong] += max(count, len(run.tokens))
+            return
+        hashes = event_hashes(run.keys, run.key_length, stream.hash_of)
+        parent = _parent(stream, run)
+        if parent is not None and parent < EVENT_HASH_MIN:
+            self._invalid["parent"] += count
+            return
+        good = self._until_bad(hashes, parent, run.tokens, stream.block_size_tokens)
         for first in range(0, good, EVENT_BLOCKS_MAX):
             last = min(first + EVENT_BLOCKS_MAX, good)
-            yield Span(run, first, hashes[first:last], parent, run.tokens[first:last])
+            yield Span(run, hashes[first:last], parent, run.tokens[first:last])
             parent = hashes[last - 1]
 
-    def removed(self, stream: Stream, gone: Gone | Run) -> Iterator[tuple[int, ...]]:
-        """Event hashes for a removal, each once, in pieces of at most EVENT_BLOCKS_MAX."""
-        count = _count(gone.keys, gone.key_length)
+    def removed(self, stream: Stream, gone: Gone) -> Iterator[tuple[int, ...]]:
+        """The event hashes of what is gone, each once, at most EVENT_BLOCKS_MAX at a time."""
+        count = _count(gone)
         if wrong := _unfit(stream, gone):
-            self.invalid[wrong] += count
+            self._invalid[wrong] += count
             return
-        hashes = event_hashes(gone.keys, gone.key_length, stream.hash_of)
-        each = tuple(dict.fromkeys(hashes))
-        fit = (
-            each if not each or min(each) >= EVENT_HASH_MIN else tuple(h for h in each if h >= EVENT_HASH_MIN)
-        )
+        each = tuple(dict.fromkeys(event_hashes(gone.keys, gone.key_length, stream.hash_of)))
         if len(each) < count:
-            self.invalid["duplicate"] += count - len(each)
-        if len(fit) < len(each):
-            self.invalid["hash_low"] += len(each) - len(fit)
-        for first in range(0, len(fit), EVENT_BLOCKS_MAX):
-            yield fit[first : first + EVENT_BLOCKS_MAX]
-
-    def _good(self, stream: Stream, run: Run) -> tuple[tuple[int, ...], int | None, int]:
-        """(event hashes, that of the parent, how many blocks are good from the first on)."""
-        count = _count(run.keys, run.key_length)
-        wrong = _unfit(stream, run)
-        if not wrong and len(run.tokens) != count:
-            wrong = "columns"
-        if wrong:
-            self.invalid[wrong] += max(count, len(run.tokens))
-            return (), None, 0
-        hashes = event_hashes(run.keys, run.key_length, stream.hash_of)
-        parent: int | None = None
-        if run.parent is not None:
-            if len(run.parent) != run.key_length:
-                self.invalid["parent"] += count
-                return (), None, 0
-            parent = event_hashes(run.parent, run.key_length, stream.hash_of)[0]
-            if parent < EVENT_HASH_MIN:
-                self.invalid["parent"] += count
-                return (), None, 0
-        good = self._until_bad(hashes, parent, run.tokens, stream.block_size_tokens)
-        if good < count - 1:
-            self.invalid["behind"] += count - 1 - good
-        return hashes, parent, good
+            self._invalid["duplicate"] += count - len(each)
+        if each and min(each) < EVENT_HASH_MIN:
+            fit = tuple(name for name in each if name >= EVENT_HASH_MIN)
+            self._invalid["hash_low"] += len(each) - len(fit)
+            each = fit
+        for first in range(0, len(each), EVENT_BLOCKS_MAX):
+            yield each[first : first + EVENT_BLOCKS_MAX]
 
     def _until_bad(
         self, hashes: Sequence[int], parent: int | None, tokens: Sequence[bytes], block_size_tokens: int
     ) -> int:
-        """How many blocks are good from the first on; the bad one is counted."""
+        """How many blocks are good from the first on; those that are not are counted."""
         widths = _widths(block_size_tokens)
         told = {parent}
         for at, (name, packed) in enumerate(zip(hashes, tokens, strict=True)):
@@ -104,22 +93,34 @@ class Checks:
             else:
                 told.add(name)
                 continue
-            self.invalid[wrong] += 1
+            self._invalid[wrong] += 1
+            if behind := len(hashes) - at - 1:
+                self._invalid["behind"] += behind
             return at
         return len(hashes)
 
 
+def _parent(stream: Stream, run: Run) -> int | None:
+    """The event hash of the block before the run. 0, which is none, for a parent of another length than the
+    keys: no key of the instance."""
+    if run.parent is None:
+        return None
+    if len(run.parent) != run.key_length:
+        return 0
+    return event_hash(run.parent, stream.hash_of)
+
+
 def _unfit(stream: Stream, blocks: Run | Gone) -> str:
-    """Why none of them can be told, or ""."""
+    """Why none of these blocks can be told, or ""."""
     if blocks.medium not in MEDIA:
         return "medium"
-    if blocks.key_length != stream.key_length or len(blocks.keys) % blocks.key_length:
+    if blocks.key_length != stream.key_length or len(blocks.keys) % stream.key_length:
         return "key_length"
     return ""
 
 
-def _count(keys: bytes, key_length: int) -> int:
-    return len(keys) // max(key_length, 1)
+def _count(blocks: Run | Gone) -> int:
+    return len(blocks.keys) // max(blocks.key_length, 1)
 
 
 @lru_cache(maxsize=64)

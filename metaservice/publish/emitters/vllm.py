@@ -7,16 +7,15 @@ event for (locality, ownership, group_idx).
 A salted block says so twice. Dynamo reads `cache_salt` of the event it is in, so each event has it; llm-d
 takes `extra_keys` into the hash of the block they stand at, as vLLM does with the prompt's first, so they are
 in the event that has this block and in no other. An adapter is `lora_name` alone: in `extra_keys` llm-d would
-take it for an image."""
+take it for an image.
+"""
 
 from msgspec import Struct
 
-from metaservice.publish.emitters.base import WindowEmitter
+from metaservice.publish.emitters.base import EngineEmitter
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.emitters.spans import Span, token_ids
-
-DYNAMO_SALT = "dynamo-cache-salt:"
-"""How a Dynamo worker marks the salt of a request when it hands it to vLLM: the router knows it without."""
+from metaservice.publish.hashes import cache_namespace
 
 
 class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored", omit_defaults=True):
@@ -38,14 +37,14 @@ class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
     medium: str
 
 
-class VllmEmitter(WindowEmitter):
+class VllmEmitter(EngineEmitter):
     """Maps, for every consumer that reads vLLM's events of 2026."""
 
     name = "vllm"
 
-    def stored(self, stream: Stream, span: Span) -> BlockStored:
+    def stored_event(self, stream: Stream, span: Span) -> BlockStored:
         run = span.run
-        first = span.parent is None
+        salted = bool(run.salt) and span.parent is None
         return BlockStored(
             block_hashes=span.hashes,
             parent_block_hash=span.parent,
@@ -54,9 +53,9 @@ class VllmEmitter(WindowEmitter):
             lora_id=None,
             medium=run.medium,
             lora_name=run.lora or stream.lora or None,
-            cache_salt=run.salt.removeprefix(DYNAMO_SALT) or None,
-            extra_keys=[(run.salt,), *[None] * (len(span.hashes) - 1)] if run.salt and first else None,
+            cache_salt=cache_namespace(run.salt) or None,
+            extra_keys=[(run.salt,), *[None] * (len(span.hashes) - 1)] if salted else None,
         )
 
-    def removed(self, stream: Stream, hashes: tuple[int, ...], medium: str) -> BlockRemoved:
+    def removed_event(self, hashes: tuple[int, ...], medium: str) -> BlockRemoved:
         return BlockRemoved(hashes, medium)
