@@ -53,13 +53,19 @@ def tenant(id: str, bytes_max: int | None, blocks_max: int | None) -> Ask:
 
 
 def storage(
-    id: str, kind: str, options: Mapping[str, str], capacity_bytes: int | None, fault_domain: str
+    id: str,
+    kind: str,
+    options: Mapping[str, str],
+    capacity_bytes: int | None,
+    fault_domain: str,
+    reach: str,
 ) -> Ask:
     body = {
         "kind": kind,
         "options": dict(options),
         "capacity_bytes": capacity_bytes,
         "fault_domain": fault_domain,
+        "reach": reach,
     }
     return Ask("PUT", f"/v1/storages/{id}", body)
 
@@ -92,6 +98,7 @@ def instance(
     bytes_max: int | None,
     blocks_max: int | None,
     shard: int | None,
+    publication: Mapping[str, Any] | None,
 ) -> Ask:
     body: dict[str, Any] = {
         "group": group,
@@ -100,6 +107,8 @@ def instance(
     }
     if shard is not None:
         body["shard"] = shard
+    if publication is not None:
+        body["publication"] = dict(publication)
     return Ask("PUT", f"/v1/instances/{id}", body)
 
 

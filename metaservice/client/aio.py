@@ -2,10 +2,13 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from secrets import token_hex
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
+
+from metaservice.wire.schemas import TokenRow
+from metaservice.wire.schemas_members import EngineEndpoints
 
 from . import admin
 from .aio_operators import AsyncOperators
@@ -17,14 +20,12 @@ from .errors import CallFailed
 from .holder import Registration
 from .http import JSON, Reply
 from .lease_shards import by_shard, joined
-from .member_calls import Cluster, ConfirmTask, Heartbeat, Leave, Register, TakeTasks, UnknownPlaces
-from .messages import Member
+from .member_calls import Cluster, Heartbeat, Leave, Register
+from .messages import Member, engine_member
 from .read_calls import Lookup, ReleaseLeases, RenewLeases, WatchSwitch
 from .results import (
     AbortResult,
     ClusterResult,
-    ConfirmResult,
-    DeleteTask,
     FinishResult,
     HeartbeatResult,
     LeasesResult,
@@ -33,17 +34,17 @@ from .results import (
     RemoveResult,
     RenewResult,
     SwitchResult,
-    TasksResult,
-    UnknownResult,
     WriteResult,
     now_ms,
 )
+from .routers import AsyncRouters
+from .tasks import AsyncTasks
 from .write_calls import Abort, Finish, Remove, RenewWrite, StartWrite
 
 T = TypeVar("T")
 
 
-class AsyncClient(AsyncOperators):
+class AsyncClient(AsyncOperators, AsyncTasks, AsyncRouters):
     """Asks the service and awaits; else as `Client`, with the same methods. May be used in several event
     loops, each with connections of its own. A cancelled call ends as cancelled and gives its connection
     up; a lease or session it may have got ends by itself. Background renewal does not run in the event
@@ -135,6 +136,8 @@ class AsyncClient(AsyncOperators):
         instance: str = "",
         incarnation: str | None = None,
         rank: int = 0,
+        endpoints: EngineEndpoints | Mapping[str, Any] | None = None,
+        canary: str = "",
         keepalive: Keepalive | None = "thread",
         on_lost: Callable[[Registration], None] | None = None,
         timeout_ms: int | None = None,
@@ -146,10 +149,11 @@ class AsyncClient(AsyncOperators):
         more it is registered again under a new incarnation: write sessions from before are lost, and
         `on_lost` is called, from another thread. Where the service cannot be reached now, the background
         goes on trying.
+
+        `endpoints`: where the engine is, for routers (the fields of EngineEndpoints).
+        `canary`: how it hashes the probe block; one that is not the instance's is refused.
         """
-        member = Member(
-            kind="engine", id=engine, incarnation=incarnation or token_hex(8), instance=instance, rank=rank
-        )
+        member = engine_member(engine, incarnation or token_hex(8), instance, rank, endpoints, canary)
         answer = await self._run(Register.of(member), timeout_ms)
         return self._calling.registered(member, answer, keepalive, on_lost)
 
@@ -240,6 +244,9 @@ class AsyncClient(AsyncOperators):
         renew: bool = False,
         request_id: str | None = None,
         traceparent: str = "",
+        tokens: list[TokenRow] | None = None,
+        lora: str = "",
+        salt: str = "",
         timeout_ms: int | None = None,
     ) -> WriteResult:
         """Ask for places to write blocks to. Without `parents` the keys are a chain under `parent` (None:
@@ -247,10 +254,24 @@ class AsyncClient(AsyncOperators):
 
         The session holds for `ttl_ms` (0: the service's default); with `renew` it is renewed in the
         background until it is finished or aborted. After a failure the same call with the result's
-        `request_id` gets the first answer, should there have been one.
+        `request_id` gets the first answer, should there have been one. With `tokens` (a row a key: its token
+        ids, packed as in `wire.tokens` or a list; None: this block not) routers are told of the blocks, under
+        the adapter `lora` and the cache salt `salt`.
         """
         call = StartWrite(
-            instance, keys, parents, parent, group, sizes, ttl_ms, renew, request_id, traceparent
+            instance,
+            keys,
+            parents,
+            parent,
+            group,
+            sizes,
+            ttl_ms,
+            renew,
+            request_id,
+            traceparent,
+            tokens,
+            lora,
+            salt,
         )
         return await self._run(call, timeout_ms)
 
@@ -336,37 +357,7 @@ class AsyncClient(AsyncOperators):
         deadline, at most 60,000)."""
         return await self._run(WatchSwitch(instance, known, wait_ms), timeout_ms)
 
-    # -- tasks of workers
-
-    async def take_tasks(
-        self,
-        *,
-        limit: int = 1024,
-        wait_ms: int = 0,
-        shard: int | None = None,
-        timeout_ms: int | None = None,
-    ) -> TasksResult:
-        """Deletion tasks of at most `limit` locations, waiting up to `wait_ms` (besides the deadline)
-        for some: of `shard`, or of all shards that the catalogue's leader leads."""
-        return await self._run(TakeTasks(limit, wait_ms, shard), timeout_ms)
-
-    async def confirm_task(
-        self, task: DeleteTask, *, ok: Sequence[bool] | None = None, timeout_ms: int | None = None
-    ) -> ConfirmResult:
-        """Say which locations of a task have no bytes any more (None: all)."""
-        return await self._run(ConfirmTask(task, ok), timeout_ms)
-
-    async def unknown_places(
-        self,
-        storage: str,
-        locations: Sequence[int],
-        generations: Sequence[int],
-        *,
-        timeout_ms: int | None = None,
-    ) -> UnknownResult:
-        """Which of these places, found in `storage`, belong to no block. All are of one shard
-        (`location >> 44`)."""
-        return await self._run(UnknownPlaces(storage, locations, generations), timeout_ms)
+    # -- the service
 
     async def cluster(self, *, timeout_ms: int | None = None) -> ClusterResult:
         """What the replica that is asked sees of the cluster: its members and shards."""

@@ -1,6 +1,7 @@
 """The calls of engines and workers about themselves, and of workers about their tasks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.msgpack import Decoder
@@ -11,6 +12,7 @@ from metaservice.wire.schemas_cluster import ClusterReply
 from metaservice.wire.schemas_members import (
     ConfirmTaskReply,
     ConfirmTaskRequest,
+    EngineEndpoints,
     HeartbeatReply,
     HeartbeatRequest,
     RegisterEngineRequest,
@@ -62,7 +64,7 @@ _TTL_MS_MAX = 2**31
 class Register(Call[Registered]):
     """`PUT /v1/engines/{id}` or `PUT /v1/workers/{id}` (when `storages` is not None)."""
 
-    __slots__ = ("id", "incarnation", "instance", "rank", "storages")
+    __slots__ = ("canary", "endpoints", "id", "incarnation", "instance", "rank", "storages")
 
     writes = True
 
@@ -74,12 +76,16 @@ class Register(Call[Registered]):
         instance: str = "",
         rank: int = 0,
         storages: Sequence[str] | None = None,
+        endpoints: Mapping[str, Any] | None = None,
+        canary: str = "",
     ) -> None:
         self.id = id
         self.incarnation = incarnation
         self.instance = instance
         self.rank = rank
         self.storages = storages
+        self.endpoints = endpoints
+        self.canary = canary
 
     @classmethod
     def of(cls, member: Member) -> "Register":
@@ -90,14 +96,23 @@ class Register(Call[Registered]):
             instance=member.instance,
             rank=member.rank,
             storages=member.storages,
+            endpoints=member.endpoints,
+            canary=member.canary,
         )
 
     def request(self, who: Who) -> Sending:
         if self.storages is not None:
             worker = RegisterWorkerRequest(incarnation=self.incarnation, storages=list(self.storages))
             return put(f"/v1/workers/{name(self.id, 'worker')}", worker)
+        endpoints = None
+        if self.endpoints is not None:
+            endpoints = msgspec.convert(self.endpoints, EngineEndpoints)
         engine = RegisterEngineRequest(
-            incarnation=self.incarnation, instance=self.instance or None, rank=self.rank
+            incarnation=self.incarnation,
+            instance=self.instance or None,
+            rank=self.rank,
+            endpoints=endpoints,
+            canary=self.canary,
         )
         return put(f"/v1/engines/{name(self.id, 'engine')}", engine)
 

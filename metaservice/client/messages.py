@@ -1,9 +1,14 @@
 """What the keeper is told and what it tells: plain data that a queue or a pipe carries alike."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
+from msgspec.structs import asdict
 
 from metaservice.wire.schemas import StorageRef
+from metaservice.wire.schemas_members import EngineEndpoints
 
 from .config import ClientConfig
 
@@ -16,10 +21,34 @@ class Member(Struct, tag=True, kw_only=True):
     incarnation: str
     instance: str = ""
     rank: int = 0
+    endpoints: dict[str, Any] | None = None
+    canary: str = ""
     storages: list[str] | None = None
     heartbeat_ms: int = 1_000
     expire_ms: int = 10_000
     registered: bool = False
+
+
+def engine_member(
+    engine: str,
+    incarnation: str,
+    instance: str,
+    rank: int,
+    endpoints: EngineEndpoints | Mapping[str, Any] | None,
+    canary: str,
+) -> Member:
+    """An engine to register."""
+    if isinstance(endpoints, EngineEndpoints):
+        endpoints = asdict(endpoints)
+    return Member(
+        kind="engine",
+        id=engine,
+        incarnation=incarnation,
+        instance=instance,
+        rank=rank,
+        endpoints=None if endpoints is None else dict(endpoints),
+        canary=canary,
+    )
 
 
 class KeepLease(Struct, tag=True):

@@ -28,9 +28,12 @@ class Operators(ABC):
         *,
         capacity_bytes: int | None = None,
         fault_domain: str = "",
+        reach: str = "",
     ) -> Any:
-        """Register a storage; kind and options cannot change while groups name it."""
-        return admin.json_of(self._ask(admin.storage(id, kind, options, capacity_bytes, fault_domain)))
+        """Register a storage; kind and options cannot change while groups name it. `reach`: `pool` or
+        `node`, which engines reach it; "": as is usual for its kind."""
+        ask = admin.storage(id, kind, options, capacity_bytes, fault_domain, reach)
+        return admin.json_of(self._ask(ask))
 
     def put_group(
         self,
@@ -57,10 +60,13 @@ class Operators(ABC):
         bytes_max: int | None = None,
         blocks_max: int | None = None,
         shard: int | None = None,
+        publication: Mapping[str, Any] | None = None,
     ) -> Any:
         """Register an instance; the same id with another fingerprint is refused, naming each field that
-        differs. It lives in `shard`, or where the fewest do."""
-        return admin.json_of(self._ask(admin.instance(id, group, fingerprint, bytes_max, blocks_max, shard)))
+        differs. It lives in `shard`, or where the fewest do. `publication`: how routers are told of its
+        blocks (`model`, `routing_group`, `lora`, `hash_of`, `entries_max`); None: not at all."""
+        ask = admin.instance(id, group, fingerprint, bytes_max, blocks_max, shard, publication)
+        return admin.json_of(self._ask(ask))
 
     def set_switch(self, scope: str, id: str, mode: str, *, reason: str = "") -> Any:
         """Set the switch of a scope (`cluster` with id "", `tenant`, `group`, `instance`, `storage`)."""

@@ -20,6 +20,7 @@ from metaservice.wire.schemas import (
     RenewWriteRequest,
     StartWriteReply,
     StartWriteRequest,
+    TokenRow,
     WriteOutcome,
 )
 
@@ -50,11 +51,14 @@ class StartWrite(Call[WriteResult]):
         "incarnation",
         "instance",
         "keys",
+        "lora",
         "parent",
         "parents",
         "renew",
         "request_id",
+        "salt",
         "sizes",
+        "tokens",
         "traceparent",
         "ttl_ms",
     )
@@ -72,7 +76,10 @@ class StartWrite(Call[WriteResult]):
         ttl_ms: int,
         renew: bool,
         request_id: str | None,
-        traceparent: str,
+        traceparent: str = "",
+        tokens: list[TokenRow] | None = None,
+        lora: str = "",
+        salt: str = "",
     ) -> None:
         self.instance = instance
         self.keys = keys
@@ -84,6 +91,9 @@ class StartWrite(Call[WriteResult]):
         self.renew = renew
         self.request_id = request_id or ""
         self.traceparent = traceparent
+        self.tokens = tokens
+        self.lora = lora
+        self.salt = salt
         self.engine = self.incarnation = ""
 
     @property
@@ -106,6 +116,9 @@ class StartWrite(Call[WriteResult]):
             sizes=self.sizes,
             ttl_ms=self.ttl_ms,
             request_id=self.request_id,
+            tokens=self.tokens,
+            lora=self.lora,
+            salt=self.salt,
         )
         return post(f"/v1/instances/{name(self.instance, 'instance')}/writes", body, self.traceparent)
 
