@@ -1,5 +1,8 @@
 """Registering an instance, and saying which field is wrong when the service will not have it.
 
+An instance may be registered with how routers are told of its blocks (its publication). One that has none yet
+is given it; one that has another keeps it, for an operator may have said so.
+
 A refusal is final: an engine whose blocks are not what its instance's name says must neither read nor write.
 """
 
@@ -15,6 +18,8 @@ from .namespace import Namespace, Part, our_name
 
 UNPROCESSABLE = 422
 UNKNOWN = "instance_unknown"
+FINAL = frozenset({"hash_space_mixed"})
+"""Refusals of other kinds that asking again does not change."""
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -43,7 +48,16 @@ class Away(msgspec.Struct, frozen=True):
 class Registrar(Protocol):
     """What is needed of a client."""
 
-    def put_instance(self, id: str, group: str, fingerprint: Mapping[str, Any]) -> Any: ...
+    def put_instance(
+        self,
+        id: str,
+        group: str,
+        fingerprint: Mapping[str, Any],
+        *,
+        bytes_max: int | None = None,
+        blocks_max: int | None = None,
+        publication: Mapping[str, Any] | None = None,
+    ) -> Any: ...
 
     def get_json(self, path: str) -> Any: ...
 
@@ -56,8 +70,10 @@ def register(
     prefix: str,
     parts: Sequence[Part],
     adapter: str = "",
+    publication: Mapping[str, Any] | None = None,
 ) -> Registered | Refused | Away:
-    """Register the instance of `namespace` (and of the adapter with this digest) in a group.
+    """Register the instance of `namespace` (and of the adapter with this digest) in a group, to be announced
+    as `publication` says (None: as it is).
 
     Blocks for two calls to the service; raises nothing but ValueError for an impossible `prefix`.
     """
@@ -66,18 +82,28 @@ def register(
     try:
         known = _known(client, instance)
         if known is None:
-            client.put_instance(instance, group, asked)
+            client.put_instance(instance, group, asked, publication=publication)
             return Registered(instance)
         if differs := _differences(known["fingerprint"], asked):
             return _mismatch(instance, differs)
-        # an instance that is there is not put again: that would undo a quota which an operator gave it
         if known["group"] != group:
             return Away(instance, "group_mismatch", f"it is in group {known['group']!r}, not {group!r}")
         if known["retiring"]:
             return Away(instance, "instance_retiring", "it is being removed")
+        if publication is not None and known["publication"] is None:
+            # with the quota that an operator gave it: what is not said is taken away
+            quota = known["quota"]
+            client.put_instance(
+                instance,
+                group,
+                asked,
+                bytes_max=quota["bytes"],
+                blocks_max=quota["blocks"],
+                publication=publication,
+            )
         return Registered(instance)
     except ClientError as error:
-        if error.status != UNPROCESSABLE:
+        if error.status != UNPROCESSABLE and error.code not in FINAL:
             return Away(instance, error.code, error.detail)
         field = our_name(error.field)
         return Refused(instance, (field,) if field else (), f"{instance}: {error}")

@@ -29,7 +29,7 @@ NO_INSTANCE = ""
 Adapter = tuple[str, str]
 """Name and path, as the request has them."""
 Stamp = tuple[tuple[str, int, int], ...]
-Register = Callable[[str], Registered | Refused | Away]
+Register = Callable[[str, str], Registered | Refused | Away]
 
 
 def stamp_of(folder: Path) -> Stamp:
@@ -56,7 +56,7 @@ class Adapters:
     """Thread safe. One thread reads files and registers instances, from the first adapter on."""
 
     def __init__(self, register: Register, clock: Callable[[], int] = now_ms) -> None:
-        """`register` registers the instance of an adapter with this digest."""
+        """`register` registers the instance of an adapter with this digest, called by this name first."""
         self._register = register
         self._clock = clock
         self._changed = Condition()
@@ -179,7 +179,7 @@ class Adapters:
                 return
             known.digest, known.stamp = digest, before
         generation = self._generation
-        outcome = self._register(known.digest)
+        outcome = self._register(known.digest, adapter[0])
         with self._changed:
             if generation != self._generation:
                 return

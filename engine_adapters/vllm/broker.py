@@ -26,6 +26,7 @@ from engine_adapters.vllm.joining import Joining
 from engine_adapters.vllm.leases import Leases
 from engine_adapters.vllm.openings import Openings
 from engine_adapters.vllm.orders import Identity
+from engine_adapters.vllm.publishing import Presence, presence_of
 from engine_adapters.vllm.removals import Removals
 from engine_adapters.vllm.settings import Settings
 from engine_adapters.vllm.watching import Watching
@@ -61,12 +62,14 @@ class Broker:
         settings: Settings,
         namespace: Namespace,
         parts: Sequence[Part],
+        presence: Presence | None = None,
         *,
         clock: Callable[[], int] = now_ms,
         random: Random | None = None,
         openings: Openings | None = None,
     ) -> None:
-        """`parts`: what all ranks hold of a block. `settings.engine` names the engine."""
+        """`parts`: what all ranks hold of a block. `settings.engine` names the engine; `presence` says where
+        it is (None: nothing but what the settings say)."""
         config = replace(settings.client(), admin_timeout_ms=_ADMIN_TIMEOUT_MS)
         random = random or new_random()
         self._clock = clock
@@ -76,6 +79,7 @@ class Broker:
         self._removals = Removals(settings.bad_blocks_per_minute_max, clock)
         self._joining = Joining(
             self._client, settings, namespace, parts, self._counts,
+            presence or presence_of(settings),
             clock=clock, random=random, changed=self._joined,
         )  # fmt: skip
         self._watching = Watching(

@@ -43,12 +43,15 @@ from dataplane.staging import TorchPages
 from engine_adapters.namespace import Namespace
 from engine_adapters.vllm.broker import Broker
 from engine_adapters.vllm.describe import agreed, describe, hash_holds
+from engine_adapters.vllm.endpoints import presence
 from engine_adapters.vllm.events import Teller
 from engine_adapters.vllm.layout import Layout, layout_of
 from engine_adapters.vllm.mover import Mover
+from engine_adapters.vllm.ordering import Shape, Step
 from engine_adapters.vllm.orders import StepOrders, WorkerReport
+from engine_adapters.vllm.pool import open_pool
 from engine_adapters.vllm.prom import UcmPromMetrics
-from engine_adapters.vllm.scheduler import SchedulerSide, Shape, Step
+from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.settings import Settings, settings_of
 from engine_adapters.vllm.spans import open_spans
 from engine_adapters.vllm.stats import UcmStats
@@ -113,10 +116,14 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespace = describe(
             vllm_config, kv_cache_config, self._settings, weight_version=self._weights.version()
         )
-        self._broker = Broker(self._settings, self._namespace, layout.parts)
+        self._broker = Broker(
+            self._settings, self._namespace, layout.parts, presence(self._settings, vllm_config)
+        )
         self._hash_checked = False
         events = vllm_config.kv_events_config
-        self._teller = Teller(layout.block_size_tokens) if events and events.enable_kv_cache_events else None
+        told = bool(events and events.enable_kv_cache_events)
+        self._pool = open_pool(self._settings, layout.block_size_tokens, self._broker, told=told)
+        self._teller = Teller(layout.block_size_tokens) if told and self._pool is None else None
         self._spans = open_spans(self._settings)
         self._side = SchedulerSide(
             self._settings,
@@ -142,9 +149,11 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespace = agreed(self._namespace, told)
         self._broker.renew_namespace(self._namespace)
         self._broker.start()
+        if self._pool is not None:
+            self._pool.start()
         self._broker.wait_ready(self._settings.start_wait_ms)
         if self._broker.refused is not None:
-            self._broker.close()
+            self.shutdown()
             raise RuntimeError(f"the metadata service refuses this engine: {self._broker.refused}")
 
     @property
@@ -253,7 +262,11 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: num_external_tokens}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What this engine stored and serves, for those who follow its KV events."""
+        """For those who follow this engine's KV events: what the service announces, or else what this engine
+        stored and serves."""
+        if self._pool is not None:
+            assert self._kv_cache_manager is not None
+            return self._pool.take(self._kv_cache_manager.block_pool)
         if self._teller is None:
             return ()
         outcomes = self.side.outcomes
@@ -277,6 +290,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self.side.reset()
         if self._teller is not None:
             self._teller.forget()
+        if self._pool is not None:
+            self._pool.renew()
         return True
 
     # -------------------------------------------------------------------------------- the workers' side
@@ -362,6 +377,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         if self._side is not None:
             steps_us, self._steps_us = self._steps_us, []
             counts: dict[str, Any] = {**self._broker.counters(), **self._side.counters()}
+            if self._pool is not None:
+                counts.update(self._pool.counters())
             if steps_us:
                 counts["step_us"] = steps_us
         elif self._worker is not None:
@@ -389,6 +406,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Let go of everything; bounded."""
         if self._side is not None:
+            if self._pool is not None:
+                self._pool.close()
             self._broker.close()
             self._spans.shutdown()
         if self._worker is not None:

@@ -9,8 +9,10 @@ an engine hears of no block that the service evicts.
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from engine_adapters.vllm.pool_wire import Removed, Told, tokens_of
 from engine_adapters.vllm.requests import Published
 
 ANNOUNCED_MAX = 1 << 17
@@ -76,3 +78,44 @@ def _told(key: bytes) -> bytes | int:
     """A key as vLLM's own events have it."""
     told: bytes | int = maybe_convert_block_hash(BlockHash(key))
     return told
+
+
+class SaltedBlockStored(BlockStored, tag="BlockStored"):  # type: ignore[call-arg]
+    """With the salt that all its blocks were computed with: vLLM's own says that of a prompt's first block
+    only, where some routers do not look for it, and would take the block for everybody's."""
+
+    cache_salt: str | None = None
+
+
+def pool_event(told: Told, block_size_tokens: int) -> KVCacheEvent | None:
+    """An event of the service's as vLLM publishes its own; None for one that is not of this engine's
+    blocks."""
+    if isinstance(told, Removed):
+        return BlockRemoved(block_hashes=told.block_hashes, medium=told.medium)
+    tokens = tokens_of(told)
+    if tokens is None or told.block_size != block_size_tokens:
+        return None
+    return SaltedBlockStored(
+        block_hashes=told.block_hashes,
+        parent_block_hash=told.parent_block_hash,
+        token_ids=tokens,
+        block_size=told.block_size,
+        lora_id=None,
+        medium=told.medium,
+        lora_name=told.lora_name,
+        extra_keys=None if told.extra_keys is None else [one and tuple(one) for one in told.extra_keys],
+        cache_salt=told.cache_salt,
+    )
+
+
+class Clears:
+    """Notices that vLLM has emptied its own prefix cache, of which it says nothing to a connector. It has
+    told its followers that all blocks are gone, and they forget those of the pool as well."""
+
+    def __init__(self) -> None:
+        self._table: object = None
+
+    def seen(self, pool: BlockPool) -> bool:
+        """Whether it was emptied since the last call: it has another table of its blocks then."""
+        before, self._table = self._table, pool.cached_block_hash_to_block
+        return before is not None and before is not self._table

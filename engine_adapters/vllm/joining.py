@@ -13,6 +13,7 @@ from engine_adapters.namespace import Away, Namespace, Part, Refused, Registered
 from engine_adapters.vllm.adapters import Adapters
 from engine_adapters.vllm.counts import Counts
 from engine_adapters.vllm.orders import Identity
+from engine_adapters.vllm.publishing import Presence, publication_of
 from engine_adapters.vllm.settings import Settings
 from metaservice.client import Client, Registration
 from metaservice.client.breaker import Backoff
@@ -37,12 +38,14 @@ class Joining:
         namespace: Namespace,
         parts: Sequence[Part],
         counts: Counts,
+        presence: Presence,
         *,
         clock: Callable[[], int],
         random: Random,
         changed: Callable[[], None],
     ) -> None:
-        """`changed`: called when there is another instance or something to do, from any thread."""
+        """`presence`: where the engine is, as it registers. `changed`: called when there is another instance
+        or something to do, from any thread."""
         self.refused: str | None = None
         """Why the service will not have this engine."""
         self.trouble = ""
@@ -53,6 +56,7 @@ class Joining:
         self._namespace = namespace
         self._parts = parts
         self._counts = counts
+        self._presence = presence
         self._clock = clock
         self._changed = changed
         self._lock = Lock()
@@ -117,7 +121,7 @@ class Joining:
         if not self._sure:
             with self._lock:
                 generation, namespace = self._generation, self._namespace
-            outcome = self._register(namespace, "")
+            outcome = self._register(namespace)
             with self._lock:
                 if generation != self._generation:
                     return now
@@ -154,9 +158,15 @@ class Joining:
         with self._lock:
             if self._registration is not None or self._instance is None:
                 return
-            generation, instance = self._generation, self._instance
+            generation, instance, canary = self._generation, self._instance, self._namespace.canary
         registration = self._client.register_engine(
-            self._settings.engine, instance=instance, keepalive="thread", on_lost=self._lost
+            self._settings.engine,
+            instance=instance,
+            rank=self._presence.rank,
+            endpoints=self._presence.endpoints,
+            canary=canary,
+            keepalive="thread",
+            on_lost=self._lost,
         )
         with self._lock:
             if generation == self._generation:
@@ -171,16 +181,20 @@ class Joining:
         if registration is self._registration:
             self.doubt()
 
-    def _register(self, namespace: Namespace, adapter: str) -> Registered | Refused | Away:
+    def _register(
+        self, namespace: Namespace, digest: str = "", name: str = ""
+    ) -> Registered | Refused | Away:
         settings = self._settings
+        base = namespace.instance_id(settings.instance_prefix) if digest else ""
         return register(
             self._client,
             namespace,
             group=settings.group,
             prefix=settings.instance_prefix,
             parts=self._parts,
-            adapter=adapter,
+            adapter=digest,
+            publication=publication_of(settings, self._presence.model, lora=name, base=base),
         )
 
-    def _register_adapter(self, digest: str) -> Registered | Refused | Away:
-        return self._register(self._namespace, digest)
+    def _register_adapter(self, digest: str, name: str) -> Registered | Refused | Away:
+        return self._register(self._namespace, digest, name)

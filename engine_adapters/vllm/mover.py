@@ -60,10 +60,21 @@ class Mover:
         ttl_ms: int,
         request_id: str,
         traceparent: str = "",
+        tokens: Sequence[bytes] | None = None,
+        lora: str = "",
+        salt: str = "",
     ) -> WriteResult:
-        """See Client.start_write."""
+        """See Client.start_write; `tokens` are packed, empty for a block that no router is told of."""
         return self._client.start_write(
-            instance, keys, parents=parents, ttl_ms=ttl_ms, request_id=request_id, traceparent=traceparent
+            instance,
+            keys,
+            parents=parents,
+            ttl_ms=ttl_ms,
+            request_id=request_id,
+            traceparent=traceparent,
+            tokens=None if tokens is None else list(tokens),
+            lora=lora,
+            salt=salt,
         )
 
     def renew(self, started: WriteResult, ttl_ms: int) -> RenewResult:

@@ -4,7 +4,7 @@ Plain data that pickles: orders ride in vLLM's connector metadata to every rank,
 added up over the ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -53,6 +53,9 @@ class SaveOrder(Struct, frozen=True):
     blocks: tuple[tuple[int, ...], ...]
     urgent: bool = False
     traceparent: str = ""
+    tokens: Sequence[int] | None = None
+    lora: str = ""
+    salt: str = ""
 
 
 class StepOrders(Struct, frozen=True):

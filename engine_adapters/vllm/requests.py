@@ -126,7 +126,7 @@ class Saving(Struct):
     start: int
     keys: list[bytes]
     parent: bytes | None
-    tokens: list[int]
+    tokens: Sequence[int]
     adapter: tuple[str, str] | None
     traceparent: str = ""
     copied: int = 0
@@ -143,6 +143,6 @@ class Published(Struct, frozen=True):
     instance: str
     keys: list[bytes]
     parent: bytes | None
-    tokens: list[int]
+    tokens: Sequence[int]
     adapter: tuple[str, str] | None
     tier: str = ""

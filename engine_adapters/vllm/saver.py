@@ -85,14 +85,15 @@ class Saver:
 
     def submit(self, orders: Sequence[SaveOrder], *, tainted: bool) -> None:
         """Save these; with `tainted` all are dropped, since they were computed from garbage."""
-        chosen: dict[tuple[str, bool], list[Row]] = {}
+        chosen: dict[tuple[bool, str, str, str], list[Row]] = {}
         for order in orders:
             rows = self._opened(order, tainted)
-            chosen.setdefault((order.instance, order.urgent), []).extend(rows)
+            together = (order.urgent, order.instance, order.lora, order.salt)
+            chosen.setdefault(together, []).extend(rows)
         until_s = time.monotonic() + self._settings.save_wait_ms / 1_000
         identity = self._identity or _NOBODY
         with self._changed:
-            for (_, urgent), rows in chosen.items():
+            for (urgent, *_), rows in chosen.items():
                 queue = self._urgent if urgent else self._ordinary
                 for at in range(0, len(rows), self._batch_blocks):
                     # Named after its first row, so that no two batches have a name in common.

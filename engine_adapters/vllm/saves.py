@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 
 from engine_adapters.vllm.orders import Identity, Saved, SaveOrder
+from metaservice.wire.tokens import pack_tokens
 
 TAINTED = "tainted"
 """Computed in a step whose synchronous load had failed: from garbage, perhaps."""
@@ -81,21 +82,34 @@ class Row:
         self.pages: list[memoryview] | None = None
         self.over = False
 
+    def packed_tokens(self) -> bytes:
+        """The block's token ids for routers; empty when they are to be told nothing of it."""
+        order = self.save.order
+        if order.tokens is None:
+            return b""
+        size = len(order.tokens) // len(order.keys)
+        return pack_tokens(order.tokens[self.number * size : (self.number + 1) * size])
+
 
 class Batch:
-    """Rows that are written in one session, `name` being the request id under which every rank starts it.
+    """Rows that are written in one session, `name` being the request id under which every rank starts it. All
+    have one instance, adapter and salt.
 
     What is in a batch follows from the orders alone, so that it is the same on every rank; rows that this
     rank cannot deliver stay in it, and are told as failed.
     """
 
-    __slots__ = ("at", "identity", "instance", "name", "rows", "traceparent", "until_s", "urgent")
+    __slots__ = (
+        "at", "identity", "instance", "lora", "name", "rows", "salt", "traceparent", "until_s", "urgent",
+    )  # fmt: skip
 
     def __init__(self, name: str, identity: Identity, rows: Sequence[Row], until_s: float) -> None:
         order = rows[0].save.order
         self.name = name
         self.identity = identity
         self.instance = order.instance
+        self.lora = order.lora
+        self.salt = order.salt
         self.traceparent = order.traceparent
         self.urgent = order.urgent
         self.rows = rows

@@ -7,46 +7,24 @@ is loaded.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from itertools import takewhile
-
-from msgspec import Struct
+from collections.abc import Collection
 
 from engine_adapters.vllm.broker import Answer, Broker
 from engine_adapters.vllm.known import KnownKeys
-from engine_adapters.vllm.orders import NO_BLOCK, Loaded, LoadOrder, SaveOrder, StepOrders, WorkerReport
+from engine_adapters.vllm.ordering import NULL_BLOCK, Ordering, Shape, Step
+from engine_adapters.vllm.orders import NO_BLOCK, Loaded, LoadOrder, StepOrders, WorkerReport
 from engine_adapters.vllm.outcomes import TAINTED, Outcomes
-from engine_adapters.vllm.requests import EngineRequest, Loading, Phase, Saving, Tracked
+from engine_adapters.vllm.requests import EngineRequest, Loading, Phase, Tracked
 from engine_adapters.vllm.settings import Settings
 from engine_adapters.vllm.spans import Spans
 from engine_adapters.vllm.sparse import sparse_of
 from metaservice.client import LookupResult, Places
 
-NULL_BLOCK = 0
-"""vLLM's block that stands for none, outside a sliding window."""
 LOOKUPS_MAX = 3
 """Lookups of a request, all in all, beyond which a lost lease is a miss."""
 _NS_PER_MS = 1_000_000
 _BEFORE = "-"
 """No instance's name: of a request whose blocks were computed before the caches were reset."""
-
-
-class Shape(Struct, frozen=True):
-    """What the scheduler's side has to know of the KV cache: tokens a block, which KV cache groups are
-    sliding windows, and how many ranks hold a piece of each block."""
-
-    block_size_tokens: int
-    windows: tuple[bool, ...]
-    ranks: int
-
-
-class Step(Struct, frozen=True):
-    """One step as the scheduler has decided it. `scheduled`: request -> tokens; `blocks_of` gives a request's
-    blocks, a list for each KV cache group."""
-
-    scheduled: Mapping[str, int]
-    preempted: Collection[str]
-    blocks_of: Callable[[str], tuple[list[int], ...]]
 
 
 class SchedulerSide:
@@ -60,16 +38,17 @@ class SchedulerSide:
         self._shape = shape
         self._broker = broker
         self._spans = spans
-        self._events = events
         self._tracked: dict[str, Tracked] = {}
         self._known = KnownKeys()
         self.outcomes = Outcomes(shape.block_size_tokens, shape.ranks, broker, spans, self._known, events)
+        self._ordering = Ordering(
+            shape, broker, spans, self._known, self.outcomes, events=events, publish=settings.publish
+        )
         self._loads: list[LoadOrder] = []
         self._sync_firsts: list[tuple[int, bytes]] = []
         self._awaited: list[str] = []
         self._failures: dict[int, int] = {}
         self._tables: list[list[int]] = []
-        self._numbers = 0
         self._wait_ns = settings.lookup_wait_ms * _NS_PER_MS
         self._now_ns = 0
         """When the last step was built: near enough to say that a wait is not over."""
@@ -269,7 +248,8 @@ class SchedulerSide:
         if may_save and identity is not None:
             for name, tokens in step.scheduled.items():
                 tracked = self._tracked.get(name)
-                if tracked is not None and (order := self._save(tracked, tokens, step)) is not None:
+                order = None if tracked is None else self._ordering.order(tracked, tokens, step)
+                if order is not None:
                     saves.append(order)
         for name in step.scheduled:
             self._computed(name)
@@ -287,68 +267,6 @@ class SchedulerSide:
             tuple(awaited),
             dict(self._failures),
         )
-
-    def _save(self, tracked: Tracked, tokens: int, step: Step) -> SaveOrder | None:
-        """Save what is complete after this step: blocks whose tokens are all known and computed by then. The
-        tokens of a block that has a hash are confirmed; what is speculative or sampled later has none."""
-        request = tracked.request
-        full = min(
-            (request.num_computed_tokens + tokens) // self._shape.block_size_tokens, len(request.block_hashes)
-        )
-        if full <= tracked.stored:
-            return None
-        instance = tracked.instance or self._broker.instance_of(tracked.adapter) or ""
-        if not instance or instance != self._broker.instance_of(tracked.adapter):
-            return None  # no cache for its adapter, or one of weights that are no longer the engine's
-        start, tracked.stored = tracked.stored, full
-        start += self._known.leading(instance, request.block_hashes[start:full], time.time_ns())
-        if start == full:
-            return None
-        blocks = step.blocks_of(request.request_id)
-        # A window that has moved on has given its blocks back: what is behind that cannot be saved whole.
-        while start < full and any(column[start] == NULL_BLOCK for column in blocks):
-            start += 1
-        if start == full:
-            return None
-        columns = tuple(tuple(column[start:full]) for column in blocks)
-        rows = min(len(list(takewhile(NULL_BLOCK.__ne__, column))) for column in columns)
-        keys = list(request.block_hashes[start : start + rows])
-        columns = tuple(column[:rows] for column in columns)
-        parent = bytes(request.block_hashes[start - 1]) if start else None
-        self._numbers += 1
-        order = SaveOrder(
-            f"s{self._numbers}",
-            request.request_id,
-            instance,
-            keys,
-            parent,
-            columns,
-            any(self._shape.windows),
-            self._spans.open(request.request_id, "ucm.dump"),
-        )
-        self.outcomes.saves[order.save] = Saving(
-            request.request_id,
-            instance,
-            start,
-            keys,
-            parent,
-            self._told_tokens(request, start, start + rows),
-            tracked.adapter,
-            order.traceparent,
-        )
-        tracked.saves.add(order.save)
-        self._known.saving(instance, keys)
-        self._count("save_orders")
-        self._count("save_blocks", rows)
-        return order
-
-    def _told_tokens(self, request: EngineRequest, start: int, end: int) -> list[int]:
-        """The tokens of blocks for events; none where tokens alone do not say what a block is: whoever hashes
-        them would take it for that of another tenant, or of another image."""
-        if not self._events or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
-            return []
-        size = self._shape.block_size_tokens
-        return list(request.all_token_ids[start * size : end * size])
 
     def _computed(self, name: str) -> None:
         """For the spans: when a request's own computing began. It ends with the request."""

@@ -12,6 +12,8 @@ from metaservice.wire.schemas import NAME_PATTERN
 
 Mib = 1 << 20
 _NAME = re.compile(NAME_PATTERN)
+_ADDRESS = re.compile(r"[^\s@/]+:[0-9]{1,5}")
+_ENDPOINT = re.compile(r"tcp://[^\s*/]+:[1-9][0-9]{0,4}")
 
 
 class SettingsRefused(ValueError):
@@ -69,6 +71,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bad_blocks_per_minute_max: int = 600
     """Blocks that were named and could not be read are removed for everybody, at most so many: an engine
     whose mount is broken must not clear the whole cache."""
+    publish: bool = False
+    """Whether routers are told of what this engine stores: token ids go along with each write."""
+    publish_model: str = ""
+    """The name that routers know the model by; empty: the first one that vLLM serves it under."""
+    publish_blocks_max: int = 50_000
+    """At most so many blocks of the instance are announced at a time, those used last."""
+    routing_group: str = ""
+    """Instances that routers do not tell apart; empty: all of one model name. They must name blocks alike."""
+    pool_events: bool | str = False
+    """Whether what the service announces goes out with this engine's own KV cache events: true, or the
+    streams' ZMQ endpoints with commas between, each one's replays at the port behind it."""
+    curve_secret: str = ""
+    curve_server: str = ""
+    """Where these streams are encrypted: a file with this engine's CURVE key pair (`zmq.auth`), and the
+    service's public key."""
+    node: str = ""
+    """Whose local storages this engine reaches: a storage's fault domain."""
+    address: str = ""
+    """`host:port` by which routers know this engine."""
+    worker_id: int = 0
+    """Its number in Dynamo; 0: made from its id."""
     audit_path: str = ""
     """A file to which each page copied, published and loaded is noted with its checksum, for
     investigations."""
@@ -78,11 +101,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            if type(value) is int and value < 1:
+            if type(value) is int and value < (field != "worker_id"):
                 raise SettingsRefused(f"kv_connector_extra_config.{field}: {value} is not positive")
-        for field in ("group", "engine", "instance_prefix"):
+        for field in ("group", "engine", "instance_prefix", "node", "routing_group"):
             name = getattr(self, field)
-            if (name or field != "engine") and not _NAME.match(name):
+            if (name or field in ("group", "instance_prefix")) and not _NAME.match(name):
                 raise SettingsRefused(
                     f"kv_connector_extra_config.{field}: {name!r} is no name: letters, digits and ._:@+-"
                 )
@@ -90,10 +113,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise SettingsRefused(
                 f"kv_connector_extra_config.instance_prefix: at most {PREFIX_LENGTH_MAX} characters"
             )
+        if self.address and not _ADDRESS.fullmatch(self.address):
+            raise SettingsRefused(
+                f"kv_connector_extra_config.address: {self.address!r} is not host:port as routers know it"
+            )
+        for endpoint in self.pool_endpoints:
+            if not _ENDPOINT.fullmatch(endpoint):
+                raise SettingsRefused(
+                    f"kv_connector_extra_config.pool_events: {endpoint!r} is not true, false or tcp://host:port"
+                )
         try:
             self.client()
         except ValueError as error:
             raise SettingsRefused(f"kv_connector_extra_config.{error}") from None
+
+    @property
+    def pool_endpoints(self) -> list[str]:
+        """The streams that an operator named; empty where the service is asked for them."""
+        named = self.pool_events
+        return [one.strip() for one in named.split(",")] if isinstance(named, str) else []
 
     def client(self) -> ClientConfig:
         """How the engine's processes talk to the service."""

@@ -107,7 +107,9 @@ class Writer:
     # ----------------------------------------------------------------------------------------------- start
 
     def _start(self, batch: Batch, rows: Sequence[Row]) -> WriteResult | None:
-        """Ask for places; None when there are none, and every row is accounted for."""
+        """Ask for places; None when there are none, and every row is accounted for. What is sent is the same
+        on every rank."""
+        tokens = [row.packed_tokens() for row in rows]
         started = self._asked(
             lambda: self._mover.start(
                 batch.instance,
@@ -116,6 +118,9 @@ class Writer:
                 ttl_ms=self._ttl_ms,
                 request_id=batch.name,
                 traceparent=batch.traceparent,
+                tokens=tokens if any(tokens) else None,
+                lora=batch.lora,
+                salt=batch.salt,
             ),
             until_ms=now_ms() + self._ttl_ms // 3,
             # Nobody waits for a batch that is only to be given up.

@@ -7,9 +7,9 @@ from typing import Any
 from engine_adapters.namespace import Namespace, Part
 from engine_adapters.vllm.broker import Broker
 from engine_adapters.vllm.mover import Mover
+from engine_adapters.vllm.ordering import Shape as CacheShape
 from engine_adapters.vllm.rank import RankParts
 from engine_adapters.vllm.scheduler import SchedulerSide
-from engine_adapters.vllm.scheduler import Shape as CacheShape
 from engine_adapters.vllm.settings import Settings
 from engine_adapters.vllm.spans import Spans
 from engine_adapters.vllm.worker import WorkerSide

@@ -13,10 +13,11 @@ from msgspec.structs import replace as with_fields
 from engine_adapters.vllm.broker import Broker
 from engine_adapters.vllm.loader import Load, Loader
 from engine_adapters.vllm.mover import Mover
+from engine_adapters.vllm.ordering import Ordering, Step
 from engine_adapters.vllm.orders import SaveOrder, StepOrders
 from engine_adapters.vllm.requests import EngineRequest, Phase, Tracked
 from engine_adapters.vllm.saver import Saver
-from engine_adapters.vllm.scheduler import SchedulerSide, Step
+from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.worker import Results, WorkerSide
 from tests.engines.ground import Ground
 from tests.engines.histories import HistoryFailed, Setting, play, setting_of
@@ -189,11 +190,11 @@ def _all_rows_good(right: Any, self: Mover, refs: Sequence[Any], buffers: Sequen
     return [""] * len(refs)
 
 
-def _one_block_too_far(right: Any, self: SchedulerSide, tracked: Tracked, tokens: int, step: Step) -> Any:
+def _one_block_too_far(right: Any, self: Ordering, tracked: Tracked, tokens: int, step: Step) -> Any:
     return right(self, tracked, tokens + self._shape.block_size_tokens, step)
 
 
-def _keys_of_the_next(right: Any, self: SchedulerSide, tracked: Tracked, tokens: int, step: Step) -> Any:
+def _keys_of_the_next(right: Any, self: Ordering, tracked: Tracked, tokens: int, step: Step) -> Any:
     order = right(self, tracked, tokens, step)
     if order is None or len(order.keys) < 2:
         return order
@@ -289,10 +290,10 @@ PLANTS: dict[str, Plant] = {
         lambda: [(Mover, "read", _all_rows_good)], _rotten
     ),
     "blocks are saved before they are computed": Plant(
-        lambda: [(SchedulerSide, "_save", _one_block_too_far)], _anywhere
+        lambda: [(Ordering, "order", _one_block_too_far)], _anywhere
     ),
     "pages are saved under their neighbours' keys": Plant(
-        lambda: [(SchedulerSide, "_save", _keys_of_the_next)], _anywhere
+        lambda: [(Ordering, "order", _keys_of_the_next)], _anywhere
     ),
     "answers that nobody waits for keep their leases": Plant(
         lambda: [(Broker, "drop", _unheard_kept)], _slow_lookups

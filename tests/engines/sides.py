@@ -4,8 +4,9 @@ from process to process as bytes."""
 import pickle
 from collections.abc import Sequence
 
+from engine_adapters.vllm.ordering import Step
 from engine_adapters.vllm.orders import StepOrders
-from engine_adapters.vllm.scheduler import SchedulerSide, Step
+from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.worker import WorkerSide
 from tests.engines.engine_request import FakeRequest
 from tests.engines.kv_tables import Tables

@@ -17,7 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from engine_adapters.namespace import Part
 from engine_adapters.vllm.broker import Broker
 from engine_adapters.vllm.mover import Mover
-from engine_adapters.vllm.scheduler import SchedulerSide, Shape, Step
+from engine_adapters.vllm.ordering import Shape, Step
+from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.settings import Settings
 from engine_adapters.vllm.spans import open_spans
 from engine_adapters.vllm.worker import RankParts, WorkerSide

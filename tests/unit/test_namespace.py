@@ -109,11 +109,24 @@ class Service:
         self.known = known
         self.refusal = refusal
         self.put: list[tuple[str, str]] = []
+        self.publications: list[Mapping[str, Any] | None] = []
+        self.quotas: list[tuple[int | None, int | None]] = []
 
-    def put_instance(self, id: str, group: str, fingerprint: Mapping[str, Any]) -> Any:
+    def put_instance(
+        self,
+        id: str,
+        group: str,
+        fingerprint: Mapping[str, Any],
+        *,
+        bytes_max: int | None = None,
+        blocks_max: int | None = None,
+        publication: Mapping[str, Any] | None = None,
+    ) -> Any:
         if self.refusal is not None:
             raise self.refusal
         self.put.append((id, group))
+        self.quotas.append((bytes_max, blocks_max))
+        self.publications.append(publication)
 
     def get_json(self, path: str) -> Any:
         if isinstance(self.known, ClientError):
@@ -124,16 +137,41 @@ class Service:
 
 
 def view(namespace: Namespace, **changes: Any) -> dict[str, Any]:
-    return {"fingerprint": namespace.fingerprint(PARTS), "group": "g", "retiring": False, **changes}
+    return {
+        "fingerprint": namespace.fingerprint(PARTS),
+        "group": "g",
+        "retiring": False,
+        "publication": None,
+        "quota": {"bytes": 7, "blocks": None},
+        **changes,
+    }
 
 
-def ask(service: Service) -> Registered | Refused | Away:
-    return register(service, make_namespace(), group="g", prefix="vllm", parts=PARTS)
+def ask(service: Service, publication: Mapping[str, Any] | None = None) -> Registered | Refused | Away:
+    return register(service, make_namespace(), group="g", prefix="vllm", parts=PARTS, publication=publication)
 
 
 def test_a_known_instance_is_not_put_again() -> None:
     service = Service(view(make_namespace()))
     assert isinstance(ask(service), Registered) and not service.put, "an operator's quota would be undone"
+
+
+def test_a_publication_comes_with_an_instance_and_with_one_that_has_none_yet() -> None:
+    wanted = {"model": "m"}
+    service = Service()
+    assert isinstance(ask(service, wanted), Registered)
+    assert service.publications == [wanted]
+    service = Service(view(make_namespace()))
+    assert isinstance(ask(service, wanted), Registered)
+    assert (service.publications, service.quotas) == ([wanted], [(7, None)]), "an operator's quota stays"
+    service = Service(view(make_namespace(), publication={"model": "another"}))
+    assert isinstance(ask(service, wanted), Registered) and not service.put, "an operator's word holds"
+
+
+def test_row_06_an_engine_whose_routers_know_another_hash_is_refused_for_good() -> None:
+    refusal = ClientError("hash_space_mixed", status=409, detail="i-2 hashes otherwise", field="publication")
+    answer = ask(Service(refusal=refusal), {"model": "m"})
+    assert isinstance(answer, Refused) and "hash" in answer.reason
 
 
 def test_a_mismatch_names_every_field_with_both_values() -> None:

@@ -136,7 +136,8 @@ def test_an_adapter_waits_for_a_service_that_is_away(tmp_path: Path, monkeypatch
     answers: list[Registered | Away] = [Away("i-a", "timeout"), Away("i-a", "timeout"), Registered("i-a")]
     digests: list[str] = []
 
-    def register(digest: str) -> Registered | Away:
+    def register(digest: str, name: str) -> Registered | Away:
+        assert name == "a"
         digests.append(digest)
         return answers.pop(0)
 
@@ -153,7 +154,7 @@ def test_adapters_are_bounded_and_a_forgotten_one_is_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "ADAPTERS_MAX", 2)
-    known = Adapters(lambda digest: Registered(f"i-{digest[:4]}"))
+    known = Adapters(lambda digest, name: Registered(f"i-{digest[:4]}"))
     name = lora(tmp_path / "a")
     until(lambda: known.instance_of(name))
     for number in range(5):

@@ -45,6 +45,10 @@ class MemoryService:
         self.blocks: dict[tuple[str, bytes], dict[str, Any]] = {}
         self.sessions: dict[str, _Session] = {}
         self.answers: dict[tuple[Any, ...], Any] = {}
+        self.told: dict[tuple[Any, ...], tuple[list[bytes] | None, str, str]] = {}
+        """By request: what its writer tells of its blocks, for routers."""
+        self.tokens: dict[bytes, tuple[bytes, str, str]] = {}
+        """By key: the packed token ids, adapter and salt that came first."""
         self.numbers = count(1)
         self.calls: list[str] = []
         self.fail: dict[str, list[str]] = {}
@@ -148,6 +152,9 @@ class MemoryClient:
         ttl_ms: int,
         request_id: str,
         traceparent: str,
+        tokens: list[bytes] | None,
+        lora: str,
+        salt: str,
     ) -> WriteResult:
         service = self.service
         failure = service.entered("start")
@@ -159,7 +166,12 @@ class MemoryClient:
                 keys=keys, engine=who[0], incarnation=who[1], failure=failure or "not_registered"
             )
         assert len(parents) == len(keys)
+        assert tokens is None or len(tokens) == len(keys)
         with service.lock:
+            told = (tokens, lora, salt)
+            assert service.told.setdefault((who, request_id), told) == told, "ranks tell different things"
+            for row, key in enumerate(keys):
+                service.tokens.setdefault(key, (tokens[row] if tokens else b"", lora, salt))
             known = service.answers.get((who, request_id))
             if known is not None:
                 assert list(known.keys) == keys, "a request id was used twice"

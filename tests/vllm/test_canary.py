@@ -37,7 +37,7 @@ class Service:
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
 
-    def put_instance(self, id: str, group: str, fingerprint: Mapping[str, Any]) -> Any:
+    def put_instance(self, id: str, group: str, fingerprint: Mapping[str, Any], **_more: Any) -> Any:
         self.known[id] = {"fingerprint": dict(fingerprint), "group": group, "retiring": False}
 
     def get_json(self, path: str) -> Any:
