@@ -26,6 +26,7 @@ from metaservice.core.outcomes import LeaseOutcome
 from metaservice.core.rejections import Rejection
 from metaservice.core.replies import Started
 
+from . import event_acts
 from .setting import TREE, Deployment
 from .world import Place, Promise, World, Write
 
@@ -82,7 +83,8 @@ def start(world: World, rng: Random) -> None:
     if chance(rng, 20):
         parts = deployment.command.fingerprint.parts
         sizes = tuple(part.bytes for part in parts if part.group == group)
-    if chance(rng, 6):
+    spoiled = chance(rng, 6)
+    if spoiled:
         keys, parents, parent, ttl_ms, sizes = spoil(rng, deployment, keys, parents, parent, ttl_ms)
     command = StartWrite(
         instance=deployment.name,
@@ -96,6 +98,7 @@ def start(world: World, rng: Random) -> None:
         ttl_ms=ttl_ms,
         request_id=world.fresh_name("q") if chance(rng, 60) else "",
     )
+    command = event_acts.labelled(world, Random(rng.random()), command, deployment, spoiled)
     send_start(world, command, deployment, group)
 
 

@@ -14,7 +14,7 @@ from metaservice.core.commands import (
     RegisterWorker,
     SetSwitch,
 )
-from metaservice.core.model import SessionState, SwitchMode, SwitchScope
+from metaservice.core.model import Fingerprint, Publication, SessionState, SwitchMode, SwitchScope
 from metaservice.core.replies import Done, InstanceRegistered, Registered
 
 from .pools import Pools
@@ -90,17 +90,37 @@ class Catalogue(Pools):
         if command.group not in self.state.groups:
             raise Refuse("group_unknown")
         known = self.state.instances.get(command.instance)
+        mixed = self.mixed(command)
+        if mixed and known is None:
+            raise Refuse("hash_space_mixed")
         if known is not None:
             if known.retiring:
-                raise Refuse("instance_retiring")
+                raise Refuse("instance_retiring", *(["hash_space_mixed"] if mixed else []))
             differs = {"group_mismatch": known.group != command.group}
             differs["fingerprint_mismatch"] = known.fingerprint != command.fingerprint
+            differs["hash_space_mixed"] = mixed
             if any(differs.values()):
                 raise Refuse(*(code for code, differ in differs.items() if differ))
         storages = tuple(self.state.groups[command.group].storages)
         self.agree("reply", InstanceRegistered(known is None, storages), reply)
         self.state.instances[command.instance] = InstanceRow(
-            command.group, command.fingerprint, command.quota
+            command.group, command.fingerprint, command.quota, publication=command.publication
+        )
+
+    def mixed(self, command: PutInstance) -> bool:
+        """Whether another instance is announced in the same routing group and names blocks otherwise."""
+        wanted = command.publication
+
+        def way(fingerprint: Fingerprint, publication: Publication) -> tuple[object, ...]:
+            names = ("hash_scheme", "hash_seed", "canary", "key_length", "block_size_tokens")
+            return (*(getattr(fingerprint, name) for name in names), publication.hash_of)
+
+        return wanted is not None and any(
+            (other.publication.routing_group or other.publication.model)
+            == (wanted.routing_group or wanted.model)
+            and way(other.fingerprint, other.publication) != way(command.fingerprint, wanted)
+            for name, other in self.state.instances.items()
+            if name != command.instance and other.publication is not None and not other.retiring
         )
 
     def on_delete_instance(self, command: DeleteInstance, now_ms: int, reply: object) -> None:

@@ -36,7 +36,11 @@ class House:
 
     def fresh(self) -> Machine:
         """A machine with nothing in it."""
-        return Machine(shard=self.shard, limits=self.limits)
+        return self.made(Machine(shard=self.shard, limits=self.limits))
+
+    def made(self, machine: Machine) -> Machine:
+        """What is to be done with each new machine."""
+        return machine
 
     def take_over(self) -> None:
         """Begin the next epoch."""
@@ -83,7 +87,7 @@ class House:
         if self.captured is None:
             return None
         at, chunks = self.captured
-        machine = Machine.restore(chunks, shard=self.shard, limits=self.limits)
+        machine = self.made(Machine.restore(chunks, shard=self.shard, limits=self.limits))
         for event in self.events[at:]:
             machine.apply(event)
         return machine

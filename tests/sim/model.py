@@ -8,9 +8,10 @@ It shares the vocabulary of the core (commands, replies, codes) and none of its 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from metaservice.core.commands import Command
+from metaservice.core.commands import Announce, Command, Restate
 from metaservice.core.model import Limits
 from metaservice.core.rejections import Rejection
+from metaservice.core.replies import Done
 
 from .passing import Passing
 from .rows import Memory, Refuse, State, Violation
@@ -62,6 +63,24 @@ class Model(Passing):
             raise Violation(f"went without a reason: {self.victims}{self.retired}")
         if observed.events:
             self.past.append((observed.seq, self.state.copy()))
+
+    def at(self, seq: int) -> State:
+        """The rows as they were after that seq, which is not before the durable one of the last time."""
+        return next(state for known, state in reversed(self.past) if known <= seq)
+
+    def on_announce(self, command: Announce, now_ms: int, reply: object) -> None:
+        """Says nothing of blocks; `announced.Judge` looks at what routers are told."""
+        self.agree("reply", Done(), reply)
+
+    def on_restate(self, command: Restate, now_ms: int, reply: object) -> None:
+        """Of an instance that is announced, or of all."""
+        if command.instance:
+            row = self.state.instances.get(command.instance)
+            if row is None:
+                raise Refuse("instance_unknown")
+            if row.publication is None:
+                raise Refuse("not_published")
+        self.agree("reply", Done(), reply)
 
     def mark_durable(self, seq: int) -> None:
         """Everything up to `seq` is durable."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from random import Random
 
+from msgspec.structs import replace
+
 from metaservice.core.commands import (
     DeleteGroup,
     DeleteInstance,
@@ -22,7 +24,7 @@ from metaservice.core.commands import (
 from metaservice.core.model import Fingerprint, LocationState, SwitchMode, SwitchScope
 from metaservice.core.rejections import Rejection
 
-from . import acts
+from . import acts, event_acts
 from .acts import ENGINES, WORKERS, Act, chance
 from .world import World
 
@@ -42,7 +44,10 @@ def enter(world: World, rng: Random, member: str, incarnation: str) -> None:
     """Register a member under an incarnation."""
     if member in ENGINES:
         instance = rng.choice(("", "i0", "i1"))
-        world.send(RegisterEngine(engine=member, incarnation=incarnation, instance=instance))
+        endpoints = event_acts.endpoints(member)
+        world.send(
+            RegisterEngine(engine=member, incarnation=incarnation, instance=instance, endpoints=endpoints)
+        )
     else:
         storages = ("s0", "s1") if chance(rng, 70) else (rng.choice(("s0", "s1", "s2")),)
         reply = world.send(RegisterWorker(worker=member, incarnation=incarnation, storages=storages))
@@ -122,14 +127,15 @@ def quota(world: World, rng: Random) -> None:
                     group=group,
                     fingerprint=fingerprint,
                     quota=setting.quota(rng, low, 14),
+                    publication=event_acts.publication(world, put.instance),
                 )
             )
         case _:
             name = rng.choice(("s0", "s1"))
             options = {"root": f"/{name}"} if chance(rng, 90) else {"root": "/elsewhere"}
             capacity = setting.maybe(rng, 60, 400)
-            kind = setting.kind(name)
-            world.send(PutStorage(storage=name, kind=kind, options=options, capacity_bytes=capacity))
+            storage = world.model.state.storages[name]
+            world.send(replace(storage, options=options, capacity_bytes=capacity))
 
 
 def odd_catalogue(world: World, rng: Random) -> None:
@@ -273,7 +279,12 @@ def plan(seed: int, steps: int | None = None) -> list[Step]:
     count = steps if steps is not None else rng.randint(60, 200)
     names = list(ACTS)
     chosen = rng.choices(names, [ACTS[name][0] for name in names], k=count)
-    return [(name, rng.getrandbits(32)) for name in chosen]
+    return event_acts.spliced(seed, [(name, rng.getrandbits(32)) for name in chosen])
+
+
+def act(name: str) -> Act:
+    """The act of that name."""
+    return event_acts.ACTS[name][1] if name in event_acts.ACTS else ACTS[name][1]
 
 
 def play(seed: int, steps: list[Step], prepare: Callable[[World], None] | None = None) -> World:
@@ -287,6 +298,6 @@ def play(seed: int, steps: list[Step], prepare: Callable[[World], None] | None =
     world.now_ms += opening.choice((0, world.model.settled_ms()))
     world.flush()
     for name, own in steps:
-        ACTS[name][1](world, Random(own))
+        act(name)(world, Random(own))
     world.finish()
     return world

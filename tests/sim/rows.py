@@ -9,6 +9,7 @@ from metaservice.core.model import (
     GroupKind,
     LocationState,
     Part,
+    Publication,
     Quota,
     SessionState,
     SwitchMode,
@@ -37,6 +38,7 @@ class InstanceRow(NamedTuple):
     fingerprint: Fingerprint
     quota: Quota
     retiring: bool = False
+    publication: Publication | None = None
 
     @property
     def primary(self) -> str:
@@ -86,6 +88,10 @@ class Copy(NamedTuple):
     seq: int = 0
     """Of the event that brought it into its state."""
     not_before_ms: int = 0
+    tokens: bytes = b""
+    """Packed ids, as its writer sent them; b"": routers are not told of it."""
+    lora: str = ""
+    salt: str = ""
 
     @property
     def live(self) -> bool:

@@ -13,8 +13,10 @@ from metaservice.core.model import (
     GroupKind,
     Limits,
     Part,
+    Publication,
     Quota,
 )
+from metaservice.wire.tokens import pack_tokens
 
 TREE = {
     "a": None, "b": "a", "c": "b", "d": "c", "e": "d",
@@ -40,6 +42,10 @@ LIMITS = Limits(
     expire_ms=5_000,
     forget_ms=20_000,
     hot_summary_ms=1_000,
+    window_blocks_max=4,
+    window_removed_max=5,
+    beat_ms=400,
+    restate_ms=3_000,
 )
 
 
@@ -73,9 +79,12 @@ class Deployment(NamedTuple):
 class Setting:
     """What a seed decides before anything happens."""
 
-    def __init__(self, rng: Random, volatile: str = "", stacked: bool = False) -> None:
+    def __init__(
+        self, rng: Random, volatile: str = "", stacked: bool = False, routers: Random | None = None
+    ) -> None:
         """`volatile`: which of the storages is one, '' for none. `stacked`: no group has anything that it
-        prefers to `s0`, and all have another behind it."""
+        prefers to `s0`, and all have another behind it. `routers`: what is told to routers, and how, is
+        drawn from it; None: nothing is."""
         self.limits = LIMITS
         self.volatile = volatile
         if rng.random() < 0.3:
@@ -102,11 +111,42 @@ class Setting:
             self.hybrid(rng, "i1", rng.choice(("g0", "g1")), 16),
             self.plain(rng, "i2", "g2", 64),
         ]
+        self.tokenless: frozenset[str] = frozenset()
+        """Names of keys whose tokens no writer sends."""
+        if routers is not None:
+            self.deployments = [
+                each._replace(command=replace(each.command, publication=self.publication(routers, each.name)))
+                for each in self.deployments
+            ]
+            self.storages = [
+                replace(each, fault_domain=f"n{routers.randrange(2)}", reach=routers.choice(("", "", "node")))
+                for each in self.storages
+            ]
+            self.tokenless = frozenset(name for name in TREE if routers.random() < 0.05)
 
     @property
     def catalogue(self) -> list[Command]:
         """The commands that register everything."""
         return [*self.tenants, *self.storages, *self.groups, *(each.command for each in self.deployments)]
+
+    @staticmethod
+    def publication(routers: Random, instance: str) -> Publication | None:
+        """How an instance is announced, if it is; now and then in a group that others may be in."""
+        group = routers.choice(("", "", "shared"))
+        entries_max = routers.choice((2, 4, 8, 100))
+        if routers.random() < 0.2:
+            return None
+        return Publication(f"model-{instance}", group, entries_max=entries_max)
+
+    def tokens(self, deployment: Deployment, keys: list[bytes]) -> list[bytes]:
+        """The packed ids of these blocks: of a key always the same."""
+        count = deployment.command.fingerprint.block_size_tokens
+        rows = []
+        for key in keys:
+            name = key.rstrip(b".").decode()
+            ids = [ord(name) * 300 + at for at in range(count)]
+            rows.append(b"" if name in self.tokenless else pack_tokens(ids))
+        return rows
 
     def kind(self, storage: str) -> str:
         """The kind of a storage."""

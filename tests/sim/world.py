@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from metaservice.core.commands import (
+    Announce,
     Command,
     ConfirmTask,
     Deregister,
@@ -25,11 +26,14 @@ from metaservice.core.commands import (
     Tick,
     Unknown,
 )
-from metaservice.core.events import BlocksRemoved, InstanceGone, StoragePut
+from metaservice.core.events import Announced, BlocksRemoved, InstanceGone, StoragePut
+from metaservice.core.machine import Machine
 from metaservice.core.model import LocationState
 from metaservice.core.rejections import Rejection
 from metaservice.core.replies import Looked
+from metaservice.core.windows import Run
 
+from .announced import PATIENCE_WINDOWS, Judge
 from .house import House
 from .model import Model, Observed
 from .probe import compare
@@ -41,6 +45,8 @@ Place = tuple[int, int]
 CHECK_EVERY = 20
 VOLATILE_PART = 0.35
 """Of the histories, so many have a volatile storage."""
+PUBLISHED_PART = 0.7
+"""Of the histories, in so many routers are told of blocks."""
 USERS = (StartWrite, PutTenant, PutGroup, PutInstance, PutStorage)
 
 
@@ -73,7 +79,9 @@ class World(House):
         rng = Random(seed)
         apart = Random(f"volatile {seed}")  # so that the other histories are what they were
         volatile = apart.choice(("s0", "s1", "s1")) if apart.random() < VOLATILE_PART else ""
-        self.setting = Setting(rng, volatile, stacked=apart.random() < 0.4)
+        stacked = apart.random() < 0.4
+        routers = Random(f"routers {seed}")
+        self.setting = Setting(rng, volatile, stacked, routers if routers.random() < PUBLISHED_PART else None)
         self.model = Model(self.setting.limits)
         self.disk: dict[tuple[Place, str], tuple[str, str, bytes, str, str]] = {}
         """(place, part) -> (instance, group, key, storage, pool or '')"""
@@ -94,14 +102,13 @@ class World(House):
         self.serial = 0
         self.behind_ms = 0
         """Real time minus the shard clock: a new leader's clock may be behind or ahead of the one before."""
+        self.last_window_ms = 0
+        """When the last window was made, durable or not."""
         self.trace: Callable[[str], None] | None = None
         """Where commands and answers are told to, for a report."""
-        super().__init__(
-            self.setting.limits,
-            now_ms=rng.randint(10**6, 10**12),
-            auto=False,
-            shard=rng.choice((0, 0, 0, 7)),
-        )
+        now_ms, shard = rng.randint(10**6, 10**12), rng.choice((0, 0, 0, 7))
+        self.judge = Judge(shard, self.setting.limits)
+        super().__init__(self.setting.limits, now_ms=now_ms, auto=False, shard=shard)
         for command in self.setting.catalogue:
             self.send(command)
         for member in ("e0", "e1", "e2", "k0", "k1"):
@@ -127,6 +134,9 @@ class World(House):
         if self.trace is not None:
             self.tell(f"{command} -> {reply}")
         new = self.events[self.last :]
+        self.last_window_ms = next(
+            (event.now_ms for event in reversed(new) if isinstance(event, Announced)), self.last_window_ms
+        )
         self.model.step(command, self.now_ms, reply, self.observed(new))
         if new:
             self.boundaries.append(len(self.events))
@@ -187,6 +197,7 @@ class World(House):
     def flush(self, seq: int | None = None) -> None:
         """The journal acknowledges."""
         super().flush(seq)
+        self.hear(self.machine)
         self.tell(f"durable {self.durable}")
         self.model.mark_durable(self.durable)
         self.boundaries = [at for at in self.boundaries if at > self.durable]
@@ -204,6 +215,8 @@ class World(House):
         self.boundaries = []
         self.writes = [write for write in self.writes if write.seq <= self.durable]
         self.model.crash()
+        self.judge.crash()
+        self.last_window_ms = self.judge.windows[-1].now_ms if self.judge.windows else 0
         super().crash(from_capture=from_capture)
         self.machine.check()
         compare(self.model, self.machine)
@@ -309,13 +322,51 @@ class World(House):
             raise Violation(f"bytes and blocks differ: {want ^ self.disk.keys()}")
         self.machine.check()
         compare(self.model, self.machine)
-        if self.replayed().digest() != self.machine.digest():
-            raise Violation("I6: the replay of all events differs from the live machine")
+        self.hear_everything()
+        self.compare_replay(self.replayed(), "the replay of all events")
         restored = self.restored()
-        if restored is not None and restored.digest() != self.machine.digest():
-            raise Violation("I6: a snapshot and the events after it differ from the live machine")
+        if restored is not None:
+            self.compare_replay(restored, "a snapshot and the events after it")
+        self.compare_announced(self.machine)
         for upto in (len(self.events) // 3, len(self.events) * 2 // 3):
             self.replayed(upto).check()  # a journal may end after any event
+
+    def compare_replay(self, machine: Machine, what: str) -> None:
+        """I6: what applied the same events is the same and told routers the same."""
+        if machine.digest() != self.machine.digest():
+            raise Violation(f"I6: {what}: differs from the live machine")
+        machine.mark_durable(self.durable)
+        self.hear(machine)
+        self.compare_announced(machine)
+
+    # ------------------------------------------------------------ routers
+
+    def made(self, machine: Machine) -> Machine:
+        """Every machine keeps what is to be told to routers."""
+        machine.collect_windows()
+        return machine
+
+    def hear(self, machine: Machine) -> None:
+        """What routers are told now goes to the judge."""
+        for window in (windows := machine.take_windows()):
+            self.tell(f"told {window}")
+        self.judge.released(windows, self.durable, self.model.at)
+
+    def hear_everything(self) -> None:
+        """Windows until there is nothing left to tell."""
+        for _ in range(2 * PATIENCE_WINDOWS):
+            self.now_ms += self.limits.beat_ms
+            self.send(Announce())
+            self.flush()
+
+    def compare_announced(self, machine: Machine) -> None:
+        """What a machine says is announced is what routers were told."""
+        runs: list[Run] = []
+        first: int | None = 0
+        while first is not None:
+            some, first = machine.standing(first, 5)
+            runs += some
+        self.judge.standing(runs, machine.tombstones())
 
     def retiring(self) -> list[str]:
         """Instances that are still on their way out."""

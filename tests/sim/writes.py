@@ -53,6 +53,7 @@ class Writes(Choices):
         sizes = tuple(part.bytes for part in row.parts(group))
         if command.sizes is not None and command.sizes != sizes:
             raise Refuse("size_mismatch")
+        self.check_tokens(command, row)
         wanted: dict[bytes, bytes | None] = {}
         for key, parent in zip(command.keys, parents, strict=True):
             if wanted.setdefault(key, parent) != parent:
@@ -73,6 +74,18 @@ class Writes(Choices):
         self.admit(command, row, group, wanted, answers, now_ms)
         self.take(command, group, answers, wanted, ttl_ms, now_ms, reply)
         (self.state.answers if reply.session is not None else self.memory.answers)[remembered] = reply
+
+    @staticmethod
+    def check_tokens(command: StartWrite, row: InstanceRow) -> None:
+        """A row a key: nothing, or the packed ids of a whole block."""
+        if command.tokens is None:
+            return
+        if len(command.tokens) != len(command.keys):
+            raise Refuse("column_length")
+        count = row.fingerprint.block_size_tokens
+        for packed in filter(None, command.tokens):
+            if packed[0] not in (1, 2, 3, 4) or len(packed) != 1 + packed[0] * count:
+                raise Refuse("invalid_field")
 
     @staticmethod
     def parents(command: StartWrite) -> list[bytes | None]:
@@ -216,6 +229,9 @@ class Writes(Choices):
             raise Violation(f"session {number!r} is not a new one")
         self.agree("ttl_ms", ttl_ms, reply.ttl_ms)
         row = self.state.instances[command.instance]
+        tokens: dict[bytes, bytes] = {}
+        if command.tokens is not None and row.publication is not None:  # else they would be kept for nobody
+            tokens = dict(zip(reversed(keys), reversed(command.tokens), strict=True))
         rows: dict[int, tuple[int, str]] = {}
         pools: dict[int, str] = {}
         for key in (key for key in wanted if key in written):
@@ -227,6 +243,7 @@ class Writes(Choices):
             self.state.copies[location] = Copy(
                 command.instance, group, key, wanted[key], storage, location, generation,
                 LocationState.writing, number, row.block_bytes(group), (None,) * len(row.parts(group)),
+                tokens=tokens.get(key, b""), lora=command.lora, salt=command.salt,
             )  # fmt: skip
             self.state.generations[location] = generation
             rows[location] = (generation, PENDING)
