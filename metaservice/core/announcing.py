@@ -18,10 +18,13 @@ from .memory import Memory
 from .rejections import Rejection
 from .replies import Done
 from .state import Instance, State
-from .told import eligible
+from .told import hangs, may_stand
 
 CANDIDATES_PER_BLOCK = 4
 """Candidates looked at in a step for each block that it may announce."""
+CROSSING_MS = 2_000
+"""A block whose parent is told in another stream is told again after this long: two streams have no order,
+and who heard of the block first passed it over."""
 HEATED_MAX = 4_096
 """Blocks that lookups bring back at a time."""
 _SLOT_BITS = 32
@@ -31,9 +34,14 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 def due(state: State, memory: Memory, now_ms: int) -> bool:
     """Whether there is a step to take now."""
     telling = memory.telling
-    if telling.pressing or state.untold:
+    if telling.pressing or state.untold or telling.crossing(now_ms):
         return True
     return now_ms - telling.told_ms >= memory.limits.beat_ms and speaks(state)
+
+
+def eligible(state: State, slot: int) -> bool:
+    """Whether the block may be announced now: also its being there is durable."""
+    return bool(state.index.visible[slot]) and may_stand(state, slot)
 
 
 def speaks(state: State) -> bool:
@@ -51,7 +59,7 @@ def announce(state: State, memory: Memory, command: Announce, now_ms: int) -> tu
     stored: list[int] = []
     if len(state.untold) < limits.window_removed_max:
         # else what went is told first: it may be what is to be stored again
-        colder, stored = _stored(state, memory)
+        colder, stored = _stored(state, memory, now_ms)
         dropped += colder
     restated = telling.restated(state, now_ms, limits.window_blocks_max, limits.restate_ms)
     again = telling.again(len(state.tombstones), now_ms, limits.restate_ms)
@@ -102,7 +110,7 @@ def heated(state: State, memory: Memory, slots: Iterable[int]) -> None:
 # ---------------------------------------------------------------- new blocks
 
 
-def _stored(state: State, memory: Memory) -> tuple[list[int], list[int]]:
+def _stored(state: State, memory: Memory, now_ms: int) -> tuple[list[int], list[int]]:
     """(what to withdraw for it, what to announce), parents before children."""
     index, telling = state.index, memory.telling
     left = memory.limits.window_blocks_max
@@ -113,11 +121,12 @@ def _stored(state: State, memory: Memory) -> tuple[list[int], list[int]]:
             continue
         table = index.tables[index.table[slot]]
         parent = index.parent[slot]
-        if parent is not None:
-            upper = table.slots.get(parent)
-            if upper is None or not (index.announced[upper] or upper in chosen):
-                telling.wait(table, parent, slot)
-                continue
+        if not hangs(state, slot, chosen):
+            assert parent is not None, "what begins a prompt hangs on nothing"
+            telling.wait(table, parent, slot)
+            continue
+        if parent is not None and index.storage[table.slots[parent]] != index.storage[slot]:
+            telling.later(slot, now_ms + CROSSING_MS)
         chosen.add(slot)
         wanted.setdefault(table.instance, []).append(slot)
         if len(chosen) >= left:

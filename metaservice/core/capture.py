@@ -6,22 +6,23 @@ is no part of the digest.
 """
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import chain
+from typing import Any
 
 import msgspec
 
-from . import told
+from . import capture_told, told
 from .apply_catalogue import make_instance
+from .events import WriteStarted
 from .eviction import rebuild
-from .index import DELETING, GONE, SERVING, WRITING, BlockIndex, Label
+from .index import DELETING, GONE, SERVING, WRITING, BlockIndex
 from .memory import Memory
-from .model import EvictionPolicy, Fingerprint, Limits, Publication, Quota, SwitchMode, SwitchScope
+from .model import EvictionPolicy, Fingerprint, Limits, Quota, SwitchMode, SwitchScope
 from .replies import Returned
 from .state import (
-    WINDOW_FIRST,
     Ended,
     Group,
     Held,
@@ -32,14 +33,28 @@ from .state import (
     State,
     Storage,
     Tenant,
-    Told,
     Usage,
 )  # fmt: skip
 
 FORMAT = 1
+_OF_ROUTERS = ("tokens", "lora", "salt")
+assert WriteStarted.__struct_fields__[-len(_OF_ROUTERS) :] == _OF_ROUTERS
 _SLOTS_PER_CHUNK = 65_536
 
 _Budget = tuple[int | None, int | None]
+
+
+class _Member(msgspec.Struct, array_like=True):
+    """What every release wrote of a member; where an engine is comes in `_Told`."""
+
+    id: str
+    incarnation: str
+    registered_ms: int
+    expired_ms: int
+    retired: list[str]
+    instance: str
+    rank: int
+    storages: tuple[str, ...]
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -60,8 +75,8 @@ class _Head(msgspec.Struct, array_like=True):
     groups: list[tuple[str, str, tuple[str, ...], Quota, int, int, EvictionPolicy, SwitchMode, _Budget]]
     instances: list[tuple[str, str, Fingerprint, Quota, SwitchMode, bool, tuple[int, ...], _Budget]]
     retiring: list[str]
-    engines: list[Member]
-    workers: list[Member]
+    engines: list[_Member]
+    workers: list[_Member]
     slots: int
     free: bytes
 
@@ -76,7 +91,7 @@ class _HeadWithPools(_Head):
 class _Sessions(msgspec.Struct, array_like=True):
     open: list[tuple[int, str, str, int, int, int, bytes, bytes, bytes]]
     ended: list[Ended]
-    remembered: list[tuple[str, str, Remembered]]
+    remembered: list[tuple[str, str, Any]]
     deleting: list[tuple[int, int]]
 
 
@@ -107,27 +122,6 @@ class _Spread(msgspec.Struct, array_like=True):
     held: list[tuple[SwitchScope, str, int, list[int], list[list[int | None]]]]
     storages: list[tuple[str, int | None, int]]
     instances: list[tuple[str, int]]
-
-
-class _Told(msgspec.Struct, array_like=True):
-    """Written where anything is or was announced to routers, or is to be: else the chunk is left out.
-    `window`: the last one's number."""
-
-    window: int
-    untold: list[Told]
-    tombstones: list[Told]
-    instances: list[tuple[str, Publication]]
-    storages: list[tuple[str, str]]
-    announced: bytes
-    labels: list[tuple[str, str]]
-
-
-class _Tokens(msgspec.Struct, array_like=True):
-    """Columns of a run of slots. `label`: u32, 1 + the row in `_Told.labels`, 0 for none."""
-
-    first: int
-    tokens: list[bytes]
-    label: bytes
 
 
 class _Recency(msgspec.Struct, array_like=True):
@@ -165,7 +159,7 @@ def _canonical(state: State) -> Iterator[bytes]:
                 for one in state.sessions.values()
             ],
             list(state.ended.values()),
-            [(client, request_id, event) for (client, request_id), event in state.remembered.items()],
+            [(*request, _remembered(event)) for request, event in state.remembered.items()],
             sorted(state.deleting.items()),
         )
     )  # fmt: skip
@@ -181,29 +175,7 @@ def _canonical(state: State) -> Iterator[bytes]:
         )  # fmt: skip
     if state.shards > 1:
         yield _ENCODER.encode(_spread(state))
-    yield from _told(state)
-
-
-def _told(state: State) -> Iterator[bytes]:
-    index = state.index
-    instances = [
-        (id, one.publication) for id, one in sorted(state.instances.items()) if one.publication is not None
-    ]
-    storages = [(id, one.reach) for id, one in sorted(state.storages.items()) if one.reach]
-    if state.window == WINDOW_FIRST and not (instances or storages or any(index.tokens)):
-        return
-    labels = sorted({label for label in index.label if label is not None})
-    number_of = {label: row + 1 for row, label in enumerate(labels)}
-    yield _ENCODER.encode(
-        _Told(
-            state.window, list(state.untold), list(state.tombstones), instances, storages,
-            bytes(index.announced), labels,
-        )
-    )  # fmt: skip
-    for first in range(0, len(index), _SLOTS_PER_CHUNK):
-        end = min(first + _SLOTS_PER_CHUNK, len(index))
-        numbers = array("I", [number_of[one] if one is not None else 0 for one in index.label[first:end]])
-        yield _ENCODER.encode(_Tokens(first, index.tokens[first:end], numbers.tobytes()))
+    yield from capture_told.capture(state, _SLOTS_PER_CHUNK)
 
 
 def _spread(state: State) -> _Spread:
@@ -220,6 +192,14 @@ def _spread(state: State) -> _Spread:
     )  # fmt: skip
 
 
+def _remembered(event: Remembered) -> Any:
+    """As every release wrote it: an answer does not depend on tokens."""
+    if not isinstance(event, WriteStarted):
+        return event
+    row = msgspec.structs.astuple(event)
+    return [WriteStarted.__struct_config__.tag, *row[: -len(_OF_ROUTERS)]]
+
+
 def _budget(usage: Usage) -> _Budget:
     return usage.budget_bytes, usage.budget_blocks
 
@@ -232,6 +212,10 @@ def _head(state: State) -> _Head:
         if one.pool is not None or one.spent
     ]
     return _HeadWithPools(**msgspec.structs.asdict(head), pools=pools) if pools else head
+
+
+def _member(one: Member) -> _Member:
+    return _Member(*(getattr(one, name) for name in _Member.__struct_fields__))
 
 
 def _plain_head(state: State) -> _Head:
@@ -261,8 +245,8 @@ def _plain_head(state: State) -> _Head:
             for _, one in sorted(state.instances.items())
         ],
         list(state.retiring),
-        [one for _, one in sorted(state.engines.items())],
-        [one for _, one in sorted(state.workers.items())],
+        [_member(one) for _, one in sorted(state.engines.items())],
+        [_member(one) for _, one in sorted(state.workers.items())],
         len(state.index),
         array("I", state.index.free).tobytes(),
     )  # fmt: skip
@@ -286,15 +270,13 @@ def restore(chunks: Iterable[bytes], limits: Limits, shards: int = 1) -> tuple[S
     while len(state.index) < head.slots:
         _restore_slots(state.index, decoder.decode(next(source)), intern)
     *rest, last = source
-    told_chunks = -(-head.slots // _SLOTS_PER_CHUNK) + 1
-    own = len(rest) - (shards > 1)
-    if own not in (0, told_chunks):
+    if (len(rest) == 0) if shards > 1 else (rest and not capture_told.begins(rest[0])):
         raise ValueError(f"the snapshot is not of one of {shards} shards")
     if shards > 1:
         _restore_spread(state, msgspec.msgpack.decode(rest.pop(0), type=_Spread))
     recency = msgspec.msgpack.decode(last, type=_Recency)
     index = state.index
-    _restore_told(state, rest)
+    capture_told.restore(state, rest)
     index.used_ms = array("Q", recency.used_ms)
     index.free = list(array("I", head.free))
     _restore_sessions(state, sessions)
@@ -336,8 +318,8 @@ def _restore_head(state: State, head: _HeadWithPools) -> None:
         instance.quota, instance.switch, instance.retiring = quota, switch, retiring
         instance.usage.budget_bytes, instance.usage.budget_blocks = budget
     state.retiring = dict.fromkeys(head.retiring)
-    state.engines = {member.id: member for member in head.engines}
-    state.workers = {member.id: member for member in head.workers}
+    state.engines = {one.id: Member(**msgspec.structs.asdict(one)) for one in head.engines}
+    state.workers = {one.id: Member(**msgspec.structs.asdict(one)) for one in head.workers}
     for instance in state.instances.values():
         instance.effective = state.effective_switch(instance)
 
@@ -355,30 +337,6 @@ def _restore_spread(state: State, spread: _Spread) -> None:
         state.storages[id].left_seq = left_seq
     for id, shard in spread.instances:
         state.instances[id].shard = shard
-
-
-def _restore_told(state: State, chunks: list[bytes]) -> None:
-    index = state.index
-    if not chunks:
-        index.tokens = [b""] * len(index)
-        index.label = [None] * len(index)
-        index.announced = bytearray(len(index))
-        return
-    head = msgspec.msgpack.decode(chunks[0], type=_Told)
-    state.window = head.window
-    state.untold = dict.fromkeys(head.untold)
-    state.tombstones = deque(head.tombstones)
-    for id, publication in head.instances:
-        state.instances[id].publication = publication
-    for id, reach in head.storages:
-        state.storages[id].reach = reach
-    index.announced = bytearray(head.announced)
-    labels: list[Label | None] = [None, *head.labels]
-    for chunk in chunks[1:]:
-        part = msgspec.msgpack.decode(chunk, type=_Tokens)
-        assert part.first == len(index.tokens), "chunks out of order"
-        index.tokens += part.tokens
-        index.label += map(labels.__getitem__, array("I", part.label))
 
 
 def _restore_slots(index: BlockIndex, part: _Slots, intern: dict[bytes, bytes]) -> None:
@@ -412,7 +370,7 @@ def _restore_sessions(state: State, saved: _Sessions) -> None:
     for ended in saved.ended:
         state.ended[ended.number] = ended
     for client, request_id, event in saved.remembered:
-        state.remembered[client, request_id] = event
+        state.remembered[client, request_id] = msgspec.convert(event, Remembered)
     state.deleting = dict(saved.deleting)
 
 

@@ -4,7 +4,7 @@ blocks again.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 from operator import gt
 
@@ -22,10 +22,11 @@ class Walk:
     """All announced blocks, of one instance or of all, each behind its parent; in steps, while they change.
     What changes behind or ahead of it is told by its own event."""
 
-    def __init__(self, table: Table | None) -> None:
+    def __init__(self, table: Table | None, below: Sequence[int] = ()) -> None:
+        """`below`: only these and all that hangs on them."""
         self._table = table
-        self._next = 0
-        self._todo: list[int] = []
+        self._next = 0 if not below else 1 << 62
+        self._todo: list[int] = list(below)
 
     def step(self, state: State, blocks: int, slots: int) -> list[int]:
         """At most that many announced slots, having looked at that many slots at most for beginnings."""
@@ -74,6 +75,7 @@ class Telling:
         """How many blocks wait for a parent that is not announced: orphans, if it never is."""
         self._scan: int | None = None
         self._walks: dict[str, Walk] = {}
+        self._later: deque[tuple[int, int]] = deque()
         self._round = Walk(None)
         self._round_ms = 0
         self._owed_blocks = 0.0
@@ -99,6 +101,10 @@ class Telling:
     def pressing(self) -> bool:
         """Whether there may be something to tell, or to look for, now."""
         return bool(self._fresh or self._walks or self._scan is not None or self.shrinking)
+
+    def crossing(self, now_ms: int) -> bool:
+        """Whether it is time to tell something once more."""
+        return bool(self._later) and self._later[0][0] <= now_ms
 
     # ------------------------------------------------------------ what happens
 
@@ -162,6 +168,11 @@ class Telling:
         self._fresh += compress(range(self._scan, end), map(gt, index.visible[span], index.announced[span]))
         self._scan = end if end < len(index) else None
 
+    def later(self, slot: int, at_ms: int) -> None:
+        """Tell this block, and what hangs on it by then, once more at that time."""
+        if len(self._later) < WAITING_MAX:
+            self._later.append((at_ms, slot))
+
     def restate(self, instance: Instance) -> None:
         """Tell all of the instance once more, from the beginning."""
         self._walks[instance.id] = Walk(instance.primary)
@@ -169,6 +180,11 @@ class Telling:
     def restated(self, state: State, now_ms: int, blocks: int, restate_ms: int) -> list[int]:
         """What to tell once more in this step: what was asked for, and a share of everything."""
         found: list[int] = []
+        if self._later and self._later[0][0] <= now_ms and "" not in self._walks:
+            crossed: list[int] = []
+            while self._later and self._later[0][0] <= now_ms and len(crossed) < blocks:
+                crossed.append(self._later.popleft()[1])
+            self._walks[""] = Walk(None, crossed)
         for name in list(self._walks):
             walk = self._walks[name]
             found += walk.step(state, blocks - len(found), SCAN_SLOTS)

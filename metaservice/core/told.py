@@ -6,12 +6,12 @@ the window that is sent. Routers find a block by its parent: so a block is annou
 and when one goes all below it are withdrawn with it, to be announced again when it comes back.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from heapq import heappush
 from itertools import islice
 
 from .events import Announced
-from .index import BlockIndex, Table, unpacked_slots
+from .index import SERVING, BlockIndex, Table, unpacked_slots
 from .memory import Memory
 from .model import TOMBSTONES
 from .starts import announceable
@@ -22,24 +22,37 @@ TOLD_AGAIN = 2
 """How often a removal is told once more: a router that missed it once has most likely heard it then."""
 
 
-def eligible(state: State, slot: int) -> bool:
-    """Whether routers may be told of the block in this slot, its parent aside: it is visible, of the main
-    attention, of an instance that is announced, and its tokens are known."""
+def may_stand(state: State, slot: int) -> bool:
+    """Whether routers may be told of the block in this slot, its parent aside: it serves, is of the main
+    attention, of an instance that is announced, its tokens are known, and its hash is one that consumers take
+    for a hash (those that would fit in 32 bits they take for something else)."""
     index = state.index
-    if not index.visible[slot] or not index.tokens[slot]:
+    if index.state[slot] != SERVING or not index.tokens[slot]:
         return False
     table = index.tables[index.table[slot]]
     instance = state.instances[table.instance]
-    return announceable(table) and instance.publication is not None and not instance.retiring
+    publication = instance.publication
+    if publication is None or instance.retiring or not announceable(table):
+        return False
+    key = index.key[slot]
+    return (key[:4] if publication.hash_of == "head64" else key[-8:-4]) != bytes(4)
 
 
-def hangs(index: BlockIndex, slot: int) -> bool:
-    """Whether the block's parent is announced, or it begins a prompt."""
+def hangs(state: State, slot: int, chosen: Container[int] = ()) -> bool:
+    """Whether the block's parent is announced (or about to be: `chosen`) where those who hear of the block
+    hear of it too, or the block begins a prompt. No engine reaches the memory of two nodes."""
+    index = state.index
     parent = index.parent[slot]
     if parent is None:
         return True
     upper = index.tables[index.table[slot]].slots.get(parent)
-    return upper is not None and bool(index.announced[upper])
+    if upper is None or not (index.announced[upper] or upper in chosen):
+        return False
+    here, there = index.storage[slot], index.storage[upper]
+    if here == there:
+        return True
+    nodes = {state.storage_of[here].node, state.storage_of[there].node}
+    return len(nodes - {""}) <= 1
 
 
 # ---------------------------------------------------------------- one step
@@ -72,7 +85,7 @@ def _store(state: State, memory: Memory, slots: Iterable[int]) -> list[int]:
     index = state.index
     stored = []
     for slot in slots:
-        if index.announced[slot] or not eligible(state, slot) or not hangs(index, slot):
+        if index.announced[slot] or not may_stand(state, slot) or not hangs(state, slot):
             continue
         index.announced[slot] = 1
         stored.append(slot)
