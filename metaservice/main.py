@@ -18,6 +18,7 @@ from metaservice.api.peers import Peers
 from metaservice.api.server import ApiServer, RemoteRefused, check_host
 from metaservice.api.settings import ApiSettings
 from metaservice.config import CLOCK_STEP_MS, Config, ConfigError, parse
+from metaservice.config.events import publish_config
 from metaservice.journal.errors import JournalError, JournalUnavailable
 from metaservice.journal.memory import MemoryJournal, MemoryStore
 from metaservice.journal.port import Journal
@@ -32,10 +33,13 @@ from metaservice.leadership.etcd_gateway import EtcdSettings
 from metaservice.leadership.port import Leadership
 from metaservice.leadership.single import SingleLeadership
 from metaservice.leadership.sql_lease import SqlLeadership, SqlLeaseSettings
+from metaservice.publish.host import Publisher
+from metaservice.publish.settings import PublishRefused
 from metaservice.replica.cut import DSN_VARIABLE
 from metaservice.replica.election import Pace
 from metaservice.replica.errand import Courier
 from metaservice.replica.node import Replica
+from metaservice.replica.routers import Routers
 from metaservice.replica.shard import Clock, Hooks, Shard
 from metaservice.replica.snapshot import SnapshotKeeper
 from metaservice.telemetry.metrics import Metrics
@@ -171,8 +175,10 @@ def make_replica(
     url: str,
     metrics: Metrics,
     courier: Courier,
+    publisher: Publisher | None = None,
 ) -> Replica:
-    """All shards of this process over the configured journals and elector."""
+    """All shards of this process over the configured journals and elector. `publisher`: who tells
+    routers."""
 
     def make_shards(hooks: Hooks) -> list[Shard]:
         shards: list[Shard] = []
@@ -190,6 +196,7 @@ def make_replica(
                     hooks=hooks,
                     poll_ms=config.poll_ms,
                     call_timeout_ms=config.grace_ms,
+                    announces=publisher is not None,
                 )
             )
         return shards
@@ -213,12 +220,19 @@ def make_replica(
         spread=config.spread,
         courier=courier,
         keepers=stores.keepers,
+        routers=Routers(publisher) if publisher is not None else None,
     )
+
+
+def make_publisher(config: Config) -> Publisher | None:
+    """Who tells routers; None: nobody does. Not started yet."""
+    settings = publish_config(config)
+    return None if settings is None else Publisher(settings, clock.lease_s)
 
 
 async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then hand over and drain. Raises JournalError, LeadershipError,
-    RemoteRefused or OSError when it cannot start or go on."""
+    RemoteRefused, PublishRefused or OSError when it cannot start or go on."""
     check_host(config.host, config.allow_remote)
     metrics = Metrics(clock.monotonic_s)
     url = config.advertise or f"http://{config.host}:{config.port}"
@@ -233,7 +247,8 @@ async def run(config: Config) -> None:
     cluster = Cluster(stores.settings, config.shards)
     token = clock.new_life()
     leadership = make_leadership(config, url, token, stores.settings)
-    replica = make_replica(config, stores, cluster, leadership, url, metrics, peers.errand)
+    publisher = make_publisher(config)
+    replica = make_replica(config, stores, cluster, leadership, url, metrics, peers.errand, publisher)
     hints = (
         PostgresHints(stores.settings, replica.hint) if stores.settings and config.postgres_notify else None
     )
@@ -245,11 +260,13 @@ async def run(config: Config) -> None:
         ratio=config.trace_ratio,
         instance=f"{config.replica}/{token}",
     )
-    app = build_app(replica, metrics, tracer, settings, peers)
+    app = build_app(replica, metrics, tracer, settings, peers, publisher)
     server = ApiServer(app, config.host, config.port, settings, allow_remote=config.allow_remote)
 
     async def start() -> None:
         await cluster.prepare()
+        if publisher is not None:
+            await publisher.start()
         await replica.start()
         if hints is not None:
             hints.start()
@@ -291,6 +308,8 @@ async def run(config: Config) -> None:
         await server.run_until_stopped(_announce(config, replica))
     finally:
         await _wind_up(config, replica, hints, peers, [living, starting])
+        if publisher is not None:
+            await publisher.close()
         tracer.close()
     if not living.cancelled():
         living.result()
@@ -355,7 +374,7 @@ def serve(arguments: list[str]) -> int:
         )
         sys.stderr.write(f"ucm-meta serve: {where}: {error.strerror or error}\n")
         return 1
-    except (RemoteRefused, JournalError, LeadershipError) as error:
+    except (RemoteRefused, PublishRefused, JournalError, LeadershipError) as error:
         sys.stderr.write(f"ucm-meta serve: {error}\n")
         return 1
     return 0

@@ -8,7 +8,16 @@ from msgspec import Struct
 from .ids import location_base, session_name
 from .membership import status_of
 from .memory import Memory
-from .model import EvictionPolicy, Fingerprint, LocationState, Quota, SwitchMode, SwitchScope
+from .model import (
+    Endpoints,
+    EvictionPolicy,
+    Fingerprint,
+    LocationState,
+    Publication,
+    Quota,
+    SwitchMode,
+    SwitchScope,
+)
 from .rejections import Rejection
 from .replies import BlockDetail, Switched, Usage
 from .state import Group, Instance, Member, State, Storage, Tenant
@@ -42,6 +51,7 @@ class StorageView(Struct, frozen=True):
     volatile: bool = False
     worker: str = ""
     pool: str = ""
+    reach: str = ""
 
 
 class GroupView(Struct, frozen=True):
@@ -60,7 +70,7 @@ class GroupView(Struct, frozen=True):
 
 class InstanceView(Struct, frozen=True):
     """An instance. `effective` is the strictest switch on its path (None: all normal); `shard`: where its
-    blocks live."""
+    blocks live; `announced`: how many of its blocks routers are told of (by that shard's state)."""
 
     id: str
     group: str
@@ -72,6 +82,8 @@ class InstanceView(Struct, frozen=True):
     retiring: bool
     usage: Usage
     shard: int = 0
+    publication: Publication | None = None
+    announced: int = 0
 
 
 class MemberView(Struct, frozen=True):
@@ -86,6 +98,9 @@ class MemberView(Struct, frozen=True):
     rank: int
     storages: tuple[str, ...]
     sessions: int
+    endpoints: Endpoints = Endpoints()
+    pool_channel: int = -1
+    local_channel: int = -1
 
 
 class SwitchView(Struct, frozen=True):
@@ -149,7 +164,7 @@ def describe_one(state: State, memory: Memory, kind: str, id: str, now_ms: int) 
         return InstanceView(
             id, one.group.id, one.group.tenant.id, one.fingerprint, one.quota, one.switch, one.effective,
             one.retiring,
-            _usage(memory, one.usage, one.quota), one.shard,
+            _usage(memory, one.usage, one.quota), one.shard, one.publication, one.announced,
         )  # fmt: skip
     if kind == "switches":
         return _ids_of_switches(state)[id]
@@ -249,6 +264,7 @@ def _storage(state: State, memory: Memory, id: str) -> StorageView:
         one.volatile,
         one.pool.worker if one.pool is not None else "",
         one.pool.incarnation if one.pool is not None else "",
+        "node" if one.local else "pool",
     )  # fmt: skip
 
 
@@ -258,4 +274,5 @@ def _member(state: State, memory: Memory, kind: str, member: Member, now_ms: int
         max(0, now_ms - memory.beats.get((kind, member.id), member.registered_ms)), member.instance,
         member.rank,
         member.storages, len(state.sessions_of.get(member.id, ())) if kind == "engine" else 0,
+        member.endpoints, member.pool_channel, member.local_channel,
     )  # fmt: skip

@@ -142,6 +142,8 @@ class Replica(Hooks):
             return
         await self.leave()
         self._stopping = True
+        if self._routers is not None:
+            self._routers.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
