@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from metaservice.core import commands, replies
+from metaservice.core import commands, replies, views
 from metaservice.wire import schemas_events as wire
 
 from . import convert_events as convert
@@ -10,7 +10,7 @@ from .call import Call, Table
 from .errors import ApiError, taken
 from .events_desk import EventsDesk
 from .names import name
-from .port import InstanceInfo, ShardPort
+from .port import ShardPort
 from .routing import STALENESS, Routing, look, young_enough
 from .settings import ApiSettings
 
@@ -33,7 +33,11 @@ class CacheEventHandlers:
 
     async def route(self, call: Call, body: wire.RouteRequest) -> Struct:
         instance = call.segments[3]
-        shard, info = self._announced(call, instance)
+        shard, info = self._routing.instance(call, instance)
+        if self._view(shard, instance).publication is None:
+            raise ApiError(
+                "not_published", "routers are told of this instance once it has a publication", "instance"
+            )
         ask = convert.route(instance, info, body, self._limits)
         told = await self._desk.ask("route", ask, wire.RouteAnswer)
         staleness_ms = 0
@@ -63,18 +67,16 @@ class CacheEventHandlers:
 
     async def restate(self, call: Call, body: wire.RestateRequest) -> Struct:
         instance = call.segments[3]
-        shard, info = self._announced(call, instance)
+        shard, _ = self._routing.instance(call, instance)
         taken(await shard.submit(commands.Restate(instance=instance)))
-        return wire.RestateReply(blocks=info.announced)
+        return wire.RestateReply(blocks=self._view(shard, instance).announced)
 
     async def report(self, call: Call, body: wire.ReportRequest) -> Struct:
         ask = convert.report(name(call.segments[3], "engine"), body)
         return await self._desk.ask("report", ask, wire.ReportReply)
 
-    def _announced(self, call: Call, instance: str) -> tuple[ShardPort, InstanceInfo]:
-        shard, info = self._routing.instance(call, instance)
-        if info.publication is None:
-            raise ApiError(
-                "not_published", "routers are told of this instance once it has a `publication`", "instance"
-            )
-        return shard, info
+    def _view(self, shard: ShardPort, instance: str) -> views.InstanceView:
+        view = shard.describe_one("instances", instance)
+        if not isinstance(view, views.InstanceView):
+            raise self._routing.unknown(instance)
+        return view

@@ -147,6 +147,7 @@ class PublicationBody(Body):
     `routing_group` ("": the model) are told apart by no router, so they must hash alike. `lora`: the adapter
     that all blocks are for. `hash_of`: which 8 bytes of a key, big-endian, are the engine's own event hash
     (`tail64`: vLLM; `head64`: SGLang). `entries_max`: at most so many blocks at a time, those used last.
+    `base`: the instance whose engines use this one's blocks (an adapter's are those of its base model).
     """
 
     model: Annotated[Text, Field(min_length=1)]
@@ -154,6 +155,7 @@ class PublicationBody(Body):
     lora: Text = ""
     hash_of: Literal["tail64", "head64"] = "tail64"
     entries_max: Annotated[int, Field(ge=1, le=10_000_000)] = 50_000
+    base: Text = ""
 
     def core(self) -> core.Publication:
         return core.Publication(
@@ -162,6 +164,7 @@ class PublicationBody(Body):
             lora=self.lora,
             hash_of=self.hash_of,
             entries_max=self.entries_max,
+            base=self.base,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from metaservice.core import commands, replies
-from metaservice.core.model import Fingerprint, Limits, Part, Publication, SwitchMode
+from metaservice.core.model import Fingerprint, Limits, Part, SwitchMode
 from metaservice.core.rejections import Rejection
 
 CATALOGUE = 0
@@ -33,15 +33,6 @@ class InstanceInfo(Protocol):
     def key_length(self) -> int: ...
     @property
     def groups(self) -> "dict[str, Any]": ...
-    @property
-    def publication(self) -> Publication | None:
-        """How its blocks are announced to routers, None: not at all."""
-        ...
-
-    @property
-    def announced(self) -> int:
-        """How many of its blocks routers are told of."""
-        ...
 
 
 class StorageView(Protocol):

@@ -5,6 +5,7 @@ from .client import Client
 from .config import ClientConfig
 from .errors import ClientError
 from .holder import Registration
+from .reporter import CacheReporter, ReporterStats
 from .results import (
     AbortResult,
     ClusterResult,
@@ -24,16 +25,19 @@ from .results import (
     UnknownResult,
     WriteResult,
 )
+from .router_results import EventsResult, ReportResult, RestateResult, RouteResult
 
 __all__ = [
     "AbortResult",
     "AsyncClient",
+    "CacheReporter",
     "Client",
     "ClientConfig",
     "ClientError",
     "ClusterResult",
     "ConfirmResult",
     "DeleteTask",
+    "EventsResult",
     "FinishResult",
     "HeartbeatResult",
     "LeasesResult",
@@ -44,6 +48,10 @@ __all__ = [
     "Registration",
     "RemoveResult",
     "RenewResult",
+    "ReportResult",
+    "ReporterStats",
+    "RestateResult",
+    "RouteResult",
     "SwitchResult",
     "TasksResult",
     "UnknownResult",

@@ -14,7 +14,7 @@ from . import admin
 from .aio_operators import AsyncOperators
 from .aiotransport import AsyncTransport
 from .base import Calling
-from .calls import Call
+from .calls import Call, Who
 from .config import ClientConfig, Keepalive
 from .errors import CallFailed
 from .holder import Registration
@@ -123,6 +123,11 @@ class AsyncClient(AsyncOperators, AsyncTasks, AsyncRouters):
             await asyncio.sleep(pause_ms / 1_000)
 
     # -- engines and workers
+
+    @property
+    def who(self) -> Who:
+        """For whom it speaks now."""
+        return self._calling.who
 
     @property
     def registration(self) -> Registration | None:

@@ -12,7 +12,7 @@ from metaservice.wire.schemas_members import EngineEndpoints
 
 from . import admin
 from .base import Calling
-from .calls import Call
+from .calls import Call, Who
 from .config import ClientConfig, Keepalive
 from .errors import CallFailed
 from .holder import Registration
@@ -118,6 +118,11 @@ class Client(Operators, Tasks, Routers):
                 sleep(calling.go_on(call, trip, failed) / 1_000)
 
     # -- engines and workers
+
+    @property
+    def who(self) -> Who:
+        """For whom it speaks now."""
+        return self._calling.who
 
     @property
     def registration(self) -> Registration | None:

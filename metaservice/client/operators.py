@@ -64,7 +64,7 @@ class Operators(ABC):
     ) -> Any:
         """Register an instance; the same id with another fingerprint is refused, naming each field that
         differs. It lives in `shard`, or where the fewest do. `publication`: how routers are told of its
-        blocks (`model`, `routing_group`, `lora`, `hash_of`, `entries_max`); None: not at all."""
+        blocks (`model`, `routing_group`, `lora`, `hash_of`, `entries_max`, `base`); None: not at all."""
         ask = admin.instance(id, group, fingerprint, bytes_max, blocks_max, shard, publication)
         return admin.json_of(self._ask(ask))
 
