@@ -17,7 +17,8 @@ from .rows import Copy, State, Violation
 FIRST_NUMBER = 2**20 + 1
 """Streams begin here: below is room for the numbering of snapshots."""
 PATIENCE_WINDOWS = 12
-"""What may be announced is, within so many windows."""
+PAUSE_WINDOWS = 4
+"""What may be told is, so many windows later at most than it would be if all that there is was told first."""
 MEDIA = (CPU, STORAGE, EXTERNAL)
 
 
@@ -91,12 +92,17 @@ class Judge:
         if known != window:
             raise Violation(f"I6: two windows have one number: {known} and {window}")
 
-    def restate_asked(self, instance: str) -> None:
-        """Somebody lost what he was told of an instance ("": all): it is told again within some windows."""
-        steps = -(-len(self.told) // self.limits.window_blocks_max)
+    def restate_asked(self, instance: str, number: int) -> None:
+        """Somebody lost what he was told of an instance ("": all), when window `number` was the last: it is
+        told again within some windows."""
+        by = number + self.steps(len(self.told))
         for spot, told in self.told.items():
-            if instance in ("", spot.instance):
-                self._asked[spot] = (told, self.number + steps + PATIENCE_WINDOWS)
+            if instance in ("", spot.instance) and told.number <= number:
+                self._asked[spot] = (told, by)
+
+    def steps(self, blocks: int) -> int:
+        """In how many windows so many blocks are told."""
+        return -(-blocks // self.limits.window_blocks_max) + PAUSE_WINDOWS
 
     def crash(self) -> None:
         """What was only asked of a leader who is gone may be forgotten."""
@@ -205,7 +211,7 @@ class Judge:
                 waiting[spot] = self._waiting.get(spot, window.number)
         self._waiting = waiting
         for spot, since in waiting.items():
-            if window.number - since > PATIENCE_WINDOWS:
+            if window.number - since > self.steps(len(serving) + len(self.tombs)):
                 raise Violation(f"{spot} could be announced since window {since} and is not")
 
     def reasons(

@@ -77,7 +77,7 @@ def restate(world: "World", rng: Random) -> None:
     instance = rng.choice(("", "i0", "i1", "i2", "i9"))
     reply = world.send(Restate(instance=instance))
     if not isinstance(reply, Rejection):
-        world.judge.restate_asked(instance)
+        world.judge.restate_asked(instance, world.machine.state.window)
 
 
 def publish(world: "World", rng: Random) -> None:
@@ -114,6 +114,15 @@ def rotate(world: "World", rng: Random) -> None:
         world.flush()
 
 
+def succeed(world: "World", rng: Random) -> None:
+    """The leader is gone with blocks that it published and did not announce; the next one finds them."""
+    world.flush()
+    world.now_ms += 1
+    world.crash(from_capture=rng.random() < 0.5)
+    world.flush()
+    announce_all(world, rng)
+
+
 ACTS: dict[str, tuple[int, Act]] = {
     "announce": (60, announce),
     "announce_all": (25, announce_all),
@@ -121,6 +130,7 @@ ACTS: dict[str, tuple[int, Act]] = {
     "publish": (6, publish),
     "move": (4, move),
     "rotate": (4, rotate),
+    "succeed": (3, succeed),
 }
 
 

@@ -22,12 +22,21 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.sim import cluster_histories, cluster_plan, cluster_planted, histories, operators, planted
+from tests.sim import (
+    cluster_histories,
+    cluster_plan,
+    cluster_planted,
+    histories,
+    operators,
+    planted,
+    planted_events,
+)
 
 REPORTS_MAX = 10
 CHUNK = 10
 CLUSTER_ONE_IN = 20
 SIMULATORS = ("core", "cluster")
+PLANTED = planted.PLANTED | planted_events.PLANTED
 
 
 class Task(NamedTuple):
@@ -58,7 +67,7 @@ def run(task: Task) -> Result:
     """Do one task, in a process of its own."""
     if task.bug:
         if task.simulator == "core":
-            return Result(task, caught=histories.caught_by(planted.PLANTED[task.bug]) is not None)
+            return Result(task, caught=histories.caught_by(PLANTED[task.bug]) is not None)
         bug = cluster_planted.PLANTED[task.bug]
         return Result(task, caught=cluster_histories.caught_by(task.bug, bug) is not None)
     return Result(task, tuple(seed for seed in task.seeds if fails(task, seed)))
@@ -85,7 +94,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
         count["cluster"] = -(-options.seeds // CLUSTER_ONE_IN)
         count["core"] = options.seeds - count["cluster"]
     wanted = [options.only] if options.only else [*reversed(SIMULATORS)]
-    bugs = {"core": planted.PLANTED, "cluster": cluster_planted.PLANTED}
+    bugs = {"core": PLANTED, "cluster": cluster_planted.PLANTED}
     known = {"core": histories.regressions(), "cluster": cluster_histories.regressions()}
     for simulator in wanted:
         for bug in bugs[simulator] if not options.no_planted else ():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim import cluster_histories, cluster_planted
+from tests.sim import cluster_histories, cluster_planted, planted, planted_events
 from tests.sim.histories import caught_by, failure, regressions, report
 from tests.sim.operators import plan
-from tests.sim.planted import PLANTED
 
 BATCH = 20
+PLANTED = planted.PLANTED | planted_events.PLANTED
 
 
 def hold(seeds: list[int]) -> None:
