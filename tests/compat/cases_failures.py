@@ -1,0 +1,225 @@
+"""Cases in which something breaks on the way: frames are lost, subscribers sleep, engines, publishers and
+indexers end."""
+
+import os
+import signal
+from time import monotonic, sleep
+
+from tests.compat.cases_overlay import SETTLE_S
+from tests.compat.fleet import BLOCK_SIZE, Engine, Fleet
+from tests.compat.judge import SPARE_RANK, CaseFailed, Judge
+from tests.compat.reader import Reader, arrived
+from tests.compat.reference import Document
+from tests.compat.relay import Relay
+from tests.compat.stage import Stage
+
+LOSS = 0.2
+FROZEN_BATCHES = 60_000
+FROZEN_ENGINES = 24
+FROZEN_S_MAX = 60.0
+EXPIRY_S = 20.0
+RESTART_S_MAX = 20.0
+LATE_S_MAX = 3.0
+
+
+def write_some(fleet: Fleet, prompts: int, blocks: int = 12) -> list[Document]:
+    """New prompts that are stored."""
+    documents = [fleet.author.write(blocks) for _ in range(prompts)]
+    for document in documents:
+        fleet.write(document)
+    return documents
+
+
+def register_ours(stage: Stage, fleet: Fleet, engine: Engine, endpoint: str = "") -> None:
+    """Register the service's stream for an engine at the plain indexer, as it would be by hand: from the
+    leader, or from `endpoint`."""
+    leader = stage.site.leader
+    for number, stream in enumerate(fleet.streams(engine, leader)):
+        stage.site.plain.register(
+            engine.worker,
+            endpoint or stream["endpoint"],
+            fleet.model,
+            BLOCK_SIZE,
+            replay=stream["replay"],
+            rank=SPARE_RANK + number,
+        )
+
+
+def row_13_dropped_frames(stage: Stage) -> str:
+    """A fifth of all frames is lost on the way to the indexer, and stays lost."""
+    with Fleet(stage.site) as fleet:
+        engines = [fleet.join(), fleet.join()]
+        replicas = stage.site.cluster.replicas
+        sources = [fleet.streams(engines[0], replica)[0]["endpoint"] for replica in replicas]
+        with Relay(sources, stage.chance, LOSS) as relay:
+            for engine in engines:
+                register_ours(stage, fleet, engine, relay.endpoint)
+            fleet.register_streams(stage.site.plain)
+            judge = Judge(fleet, stage.site.plain)
+            documents: list[Document] = []
+            for _ in range(120):
+                documents += write_some(fleet, 1)
+                if stage.chance.random() < 0.3:
+                    fleet.compute(stage.chance.choice(engines), stage.chance.choice(documents), 6)
+                if stage.chance.random() < 0.3:
+                    gone = stage.chance.choice(documents).keys[8:]
+                    fleet.remove(gone)
+            took_s = judge.settle(documents, SETTLE_S)
+            judge.hold(documents, stage.chance, 3.0)
+            if not relay.lost:
+                raise CaseFailed("no frame was lost: the case shows nothing")
+            return (
+                f"{relay.lost} frames lost, {relay.passed} passed; exact {took_s:.2f} s after the last block"
+            )
+
+
+def row_22_frozen_subscriber(stage: Stage) -> str:
+    """The indexer is frozen while 60,000 batches are sent to it; another one beside it goes on."""
+    with Fleet(stage.site) as fleet:
+        for number in range(FROZEN_ENGINES):
+            fleet.join(f"node-{number}")
+        judge, other = Judge(fleet, stage.site.attached), Judge(fleet, stage.site.plain)
+        judge.await_attached()
+        for engine in fleet.engines:
+            register_ours(stage, fleet, engine)
+        documents = write_some(fleet, 60)
+        judge.settle(documents, SETTLE_S)
+        other.settle(documents, SETTLE_S)
+        streams = fleet.streams(fleet.engines[0], stage.site.leader)
+        listeners = FROZEN_ENGINES * len(streams)
+        first = streams[0]["number"]
+        stage.site.attached.freeze()
+        try:
+            began = monotonic()
+            while (sent := (_number(stage, fleet) - first) * listeners) < FROZEN_BATCHES:
+                if monotonic() - began > FROZEN_S_MAX:
+                    raise CaseFailed(f"only {sent} batches were sent in {FROZEN_S_MAX:g} s")
+                document = stage.chance.choice(documents)
+                gone = [key for key in document.keys[6:] if fleet.truth.stored(key)]
+                if gone:
+                    fleet.remove(gone)
+                else:
+                    fleet.write(document)
+            other_s = other.settle(documents, SETTLE_S)
+        finally:
+            stage.site.attached.thaw()
+        took_s = judge.settle(documents, SETTLE_S)
+        judge.hold(documents, stage.chance, 1.5)
+        return (
+            f"{sent} batches missed; exact {took_s:.2f} s after it went on; the other one {other_s:.2f} s "
+            "after the last block"
+        )
+
+
+def _number(stage: Stage, fleet: Fleet) -> int:
+    number: int = fleet.streams(fleet.engines[0], stage.site.leader)[0]["number"]
+    return number
+
+
+def row_22_slow_subscriber(stage: Stage) -> str:
+    """A subscriber that does not read loses batches; nobody else does, and the replay has all of them."""
+    with Fleet(stage.site) as fleet, Reader() as reader:
+        fleet.join()
+        judge = Judge(fleet, stage.site.attached)
+        judge.await_attached()
+        stream = fleet.streams(fleet.engines[0], stage.site.leader)[0]
+        slow = reader.subscribe(stream["endpoint"], hwm=1)
+        documents = []
+        for _ in range(10):
+            documents += write_some(fleet, 20, 64)
+            judge.settle(documents[-5:], SETTLE_S)
+        newest = fleet.streams(fleet.engines[0], stage.site.leader)[0]["number"]
+        seen = [frame.seq for frame in arrived(slow, 1.5)]
+        replay = reader.replay(stream["replay"], stream["number"])
+        got = [frame.seq for frame in replay.frames]
+        if not replay.ended or got[-1] < newest or got != list(range(got[0], got[0] + len(got))):
+            raise CaseFailed(f"the replay has holes or no end: {got[:3]}..{got[-3:]}, newest {newest}")
+        return f"{len(seen)} batches read late, {len(got)} replayed without a hole"
+
+
+def row_11_worker_expiry(stage: Stage) -> str:
+    """An engine falls silent: what was told of it goes, and comes back when it does."""
+    with Fleet(stage.site) as fleet:
+        stays, goes = fleet.join(), fleet.join()
+        fleet.register_streams(stage.site.attached)
+        judge = Judge(fleet, stage.site.attached)
+        judge.await_attached()
+        documents = write_some(fleet, 20)
+        for document in documents[:10]:
+            fleet.compute(goes, document, 6)
+            fleet.compute(stays, document, 3)
+        judge.settle(documents, SETTLE_S)
+        fleet.die(goes)
+        took_s = judge.settle(documents, EXPIRY_S)
+        if goes.worker in judge.attached():
+            raise CaseFailed("the dead worker is still registered")
+        documents += write_some(fleet, 5)
+        judge.hold(documents, stage.chance, 1.0)
+        again = fleet.rejoin(goes)
+        fleet.register_stream(stage.site.attached, again)
+        back_s = judge.settle(documents, SETTLE_S)
+        fleet.compute(again, documents[0], 4)
+        judge.settle(documents, SETTLE_S)
+        return f"gone {took_s:.1f} s after its last word, back {back_s:.2f} s after it registered again"
+
+
+def publisher_killed(stage: Stage) -> str:
+    """The leader's publisher is killed again and again; the replica goes on and starts another one."""
+    with Fleet(stage.site) as fleet:
+        fleet.join()
+        judge = Judge(fleet, stage.site.attached)
+        judge.await_attached()
+        documents = write_some(fleet, 30)
+        judge.settle(documents, SETTLE_S)
+        took_s = []
+        for _ in range(3):
+            leader = stage.site.leader
+            pid = stage.site.publisher_of(leader)
+            os.kill(pid, signal.SIGKILL)
+            began = monotonic()
+            documents += write_some(fleet, 10)
+            fleet.remove(documents[0].keys[6:])
+            documents.append(documents.pop(0))
+            judge.settle(documents, SETTLE_S)
+            took_s.append(monotonic() - began)
+            if stage.site.leader is not leader or stage.site.publisher_of(leader) == pid:
+                raise CaseFailed("the replica did not go on with another publisher")
+        return f"exact at most {max(took_s):.2f} s after the kill"
+
+
+def row_24_indexer_restarted(stage: Stage) -> str:
+    """The indexer is started anew and knows nothing; live events go on meanwhile."""
+    with Fleet(stage.site, publication={"entries_max": 2 * stage.entries}) as fleet:
+        for _ in range(4):
+            fleet.join()
+        fleet.register_streams(stage.site.attached)
+        judge = Judge(fleet, stage.site.attached)
+        judge.await_attached()
+        blocks = 64
+        documents = write_some(fleet, max(1, stage.entries // blocks), blocks)
+        for document in documents[:20]:
+            fleet.compute(stage.chance.choice(fleet.engines), document, 10)
+        judge.settle(documents, 2 * SETTLE_S)
+        stage.site.attached.kill()
+        stage.site.attached.start()
+        began = monotonic()
+        fleet.register_streams(stage.site.attached)
+        documents += write_some(fleet, 3)
+        judge.settle(documents, RESTART_S_MAX)
+        took_s = monotonic() - began
+        judge.hold(documents, stage.chance, 1.0)
+        count = len(fleet.engines) * sum(len(document.keys) for document in documents)
+        return f"{count} entries of {len(fleet.engines)} workers are back {took_s:.2f} s after the start"
+
+
+def row_8_late_join(stage: Stage) -> str:
+    """A subscriber that comes late sees numbers that do not begin at 0, and no event for now."""
+    with Fleet(stage.site) as fleet:
+        engine = fleet.join()
+        documents = write_some(fleet, 40)
+        for document in documents[:10]:
+            fleet.remove(document.keys[5:])
+        sleep(1.0)
+        register_ours(stage, fleet, engine)
+        took_s = Judge(fleet, stage.site.plain).settle(documents, LATE_S_MAX)
+        return f"exact {took_s:.2f} s after it joined, without a new event"

@@ -1,0 +1,198 @@
+"""The service under test, two replicas on PostgreSQL of our own, and the indexers that follow it."""
+
+import random
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic
+from typing import Any, Self
+
+from metaservice.cli.local.cluster import LocalCluster
+from metaservice.cli.local.places import HOST
+from metaservice.cli.local.process import LocalFailed, title, until
+from metaservice.cli.local.replicas import LocalReplica, Settings
+from metaservice.client import Client, ClientConfig
+from tests.compat.indexer import Indexer
+
+LEASE_MS = 3_000
+RING_WINDOWS = 1_000
+"""Few, so that a subscriber that was away for long has to be told a snapshot."""
+CHANNELS_MAX = 400
+CHANNEL_PORTS = range(10_000, 15_000)
+"""Below those that `free_port` gives away, and those that the kernel does."""
+RESTATE_MS = 30_000
+RETRY_MS = 30_000
+NEW_LEADER_TIMEOUT_S = 30.0
+STORAGE = "pool"
+TENANT = "t"
+
+TIMES: Settings = {
+    "lead_ttl_ms": LEASE_MS,
+    "lead_renew_ms": 500,
+    "lead_timeout_ms": 400,
+    "lead_margin_ms": 300,
+    "poll_ms": 50,
+    "staleness_ms_max": 1_000,
+    "late_write_ms": 500,
+    "lease_ms_max": 2_000,
+    "postgres_timeout_ms": 1_000,
+    "heartbeat_ms": 1_000,
+    "suspect_ms": 2_500,
+    "expire_ms": 5_000,
+    "restate_ms": RESTATE_MS,
+}
+
+
+class Site:
+    """Starts what a case asks for, once, and ends all of it. A context manager."""
+
+    def __init__(
+        self, folder: Path, dynamo: Path, chance: random.Random, note: Callable[[str], None]
+    ) -> None:
+        """`dynamo`: the interpreter of the environment that Dynamo is installed in."""
+        self.folder = folder
+        self.dynamo = dynamo
+        self.note = note
+        self.chance = chance
+        self.merged_ports = _ports(16)
+        self._stack = ExitStack()
+        self.attached = Indexer(dynamo, folder, "indexer-attached")
+        """The service registers its streams here by itself."""
+        self.plain = Indexer(dynamo, folder, "indexer-plain")
+        """Here only the harness does, through whatever is in between."""
+        self._cluster: LocalCluster | None = None
+        self._operator: Client | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def cluster(self) -> LocalCluster:
+        """The running cluster."""
+        if self._cluster is None:
+            self._start()
+        assert self._cluster is not None
+        return self._cluster
+
+    def _start(self) -> None:
+        for indexer in (self.attached, self.plain):
+            self._stack.callback(indexer.close)
+            indexer.start()
+        attachments = [
+            f"dynamo-indexer url={self.attached.url} poll_ms=500",
+            f"merge port_base={self.merged_ports[0]} engines=merged-0;merged-1",
+        ]
+        settings: Settings = {
+            **TIMES,
+            "events_ring_windows": RING_WINDOWS,
+            "events_channels_max": CHANNELS_MAX,
+            "events_attachments": attachments,
+        }
+        ports = _ports(2 * 2 * CHANNELS_MAX)
+        bases = {1: ports[0], 2: ports[2 * CHANNELS_MAX]}
+        cluster = LocalCluster(
+            self.folder / "cluster",
+            replicas=len(bases),
+            shards=1,
+            leadership="sql_lease",
+            settings=settings,
+            own=lambda number: {"events_port_base": bases[number]},
+        )
+        self._cluster = cluster
+        self._stack.callback(cluster.close)
+        cluster.start()
+        self._operator = Client(ClientConfig(url=cluster.urls, admin_timeout_ms=RETRY_MS))
+        self._stack.callback(self._operator.close)
+        self._operator.put_tenant(TENANT)
+        self._operator.put_storage(STORAGE, "posix", {"root": "/nowhere"}, reach="pool")
+
+    @property
+    def operator(self) -> Client:
+        """Speaks for an operator; its calls raise ClientError."""
+        assert self.cluster and self._operator is not None
+        return self._operator
+
+    def client(self, **changes: Any) -> Client:
+        """A client for one engine or worker, which goes on through a failover; closed with the site."""
+        wanted = {"url": self.cluster.urls, "timeout_ms": RETRY_MS, "retry_ms": RETRY_MS, **changes}
+        client = Client(ClientConfig(**wanted))
+        self._stack.callback(client.close, cut=True)
+        return client
+
+    @property
+    def leader(self) -> LocalReplica:
+        """Who leads. Raises LocalFailed when nobody does for long."""
+        for _ in until(monotonic() + NEW_LEADER_TIMEOUT_S):
+            found = self.cluster.leader(0)
+            if found is not None:
+                return found
+        raise LocalFailed("nobody leads")
+
+    @property
+    def standby(self) -> LocalReplica:
+        """Who does not lead, and runs."""
+        leader = self.leader
+        return next(one for one in self.cluster.replicas if one is not leader and one.running)
+
+    def kill_leader(self, then: Callable[[], None]) -> tuple[LocalReplica, float]:
+        """SIGKILL it, and do `then` at once; the new leader, and the time (monotonic, s) at which it was seen
+        to lead first. The old one stays down."""
+        before = self.leader
+        before.crash()
+        then()
+        while True:
+            after = self.leader
+            if after is not before:
+                return after, monotonic()
+
+    def revive(self) -> None:
+        """Start replicas that do not run; returns once all are ready."""
+        for replica in self.cluster.replicas:
+            if not replica.running:
+                replica.launch()
+        self.cluster.await_ready()
+
+    def events(self, replica: LocalReplica, instance: str = "") -> dict[str, Any]:
+        """What one replica says of its streams."""
+        with Client(ClientConfig(url=replica.url)) as asker:
+            path = f"/v1/events?instance={instance}" if instance else "/v1/events"
+            said: dict[str, Any] = asker.get_json(path)
+            return said
+
+    def publisher_of(self, replica: LocalReplica) -> int:
+        """The process id of a replica's publisher. Raises LocalFailed when it has none."""
+        for pid in children(replica.pid):
+            if "publisher" in title(pid):
+                return pid
+        raise LocalFailed(f"{replica.name} has no publisher process")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started, threads' ones too."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def _ports(count: int) -> range:
+    """Ports that follow each other and that nobody listens on now."""
+    chance = random.SystemRandom()
+    for _ in range(1_000):
+        first = chance.randrange(CHANNEL_PORTS.start, CHANNEL_PORTS.stop - count)
+        if all(_free(port) for port in range(first, first + count)):
+            return range(first, first + count)
+    raise OSError(f"no {count} free ports in a row in {CHANNEL_PORTS}")
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
