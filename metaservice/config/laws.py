@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+from metaservice.config.events import faults
 from metaservice.config.secrets import HIDDEN, SECRETS, redact
 from metaservice.config.settings import CLOCK_STEP_MS, SETTINGS, Config, ConfigError, Setting, value_of
 
@@ -42,6 +43,7 @@ LAWS = (
     _law("write_ttl_ms_default", "write_ttl_ms_max", "the default must be allowed"),
     _law("lease_ms_min", "lease_ms_max", "some read lease must be allowed"),
     _law("low_permille", "high_permille", "eviction goes down from the high watermark to the low one"),
+    _law("2 * beat_ms", "restate_ms", "routers are told again in steps, one a beat at least"),
     _law("evict_batch_max", "keys_per_request_max", "a tick must not evict more than a request can bring"),
 )
 """Hold always."""
@@ -117,6 +119,8 @@ class _Checks:
         self._names()
         self._journal()
         self._etcd()
+        for name, wrong in faults(self._config):
+            self._fail(name, wrong.format_map({row.name: row.flag for row in SETTINGS.values()}))
         if self._config.replicated:
             self._addresses()
         for law in LAWS:
@@ -270,6 +274,6 @@ class _Checks:
         )
 
     def _fail(self, name: str, what: str) -> None:
-        joint = " " if what.startswith(("but ", "and ")) else "; "
+        joint = " " if what.startswith(("but ", "and ", "which ")) else "; "
         comma = "," if joint == " " else ""
         raise ConfigError(f"{self._value(name)}{comma}{joint}{what}")

@@ -69,6 +69,20 @@ class Config(Struct, kw_only=True, frozen=True):
     etcd_user: str = ""
     etcd_password: str = ""
 
+    events_port_base: int = 0
+    events_host: str = "127.0.0.1"
+    events_advertise: str = ""
+    events_shared_address: bool = False
+    events_channels_max: int = 1_000
+    events_ring_windows: int = 10_000
+    events_ring_bytes_max: int = 256 * 1024 * 1024
+    events_subscriber_hwm: int = 1_000
+    events_curve_secret: Path | None = None
+    events_curve_clients: tuple[str, ...] = ()
+    events_allow_plain: bool = False
+    events_attachments: tuple[str, ...] = ()
+    events_ingest: bool = True
+
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -122,9 +136,17 @@ _CHOICES = {
     "leadership": ("single", "sql_lease", "etcd"),
     "log_level": ("debug", "info", "warning", "error"),
 }
-_LEAST = {"port": 0, "drain_ms": 0, "reclaim_delay_ms": 0, "late_write_ms": 0}
+_LEAST = {"port": 0, "events_port_base": 0, "drain_ms": 0, "reclaim_delay_ms": 0, "late_write_ms": 0}
 """Of all other integers: 1."""
-_MOST = {"port": 65_535, "shards": SHARDS_MAX, "parts_max": 64, "high_permille": 1_000}
+_MOST = {
+    "port": 65_535,
+    "shards": SHARDS_MAX,
+    "parts_max": 64,
+    "high_permille": 1_000,
+    "events_port_base": 65_535,
+    "events_channels_max": 1_000,
+    "beat_ms": 1_000,
+}
 
 _TEXT: dict[str, dict[str, str]] = {
     "This replica": {
@@ -174,6 +196,26 @@ _TEXT: dict[str, dict[str, str]] = {
         "etcd_user": "user name for etcd",
         "etcd_password": "password for etcd. A secret: set it in the file or the environment",
     },
+    "Cache events for routers": {
+        "events_port_base": "the first port of the streams: stream c is published at it + 2 * c, and its "
+        "replays are asked for at the port after; 0: routers are told nothing",
+        "events_host": "address that the streams are bound to; `*` is every one",
+        "events_advertise": "host that consumers are told to connect to; without it: events_host",
+        "events_shared_address": "all replicas have the same events_advertise, which leads to the leader",
+        "events_channels_max": "streams that are served at most; each takes two ports",
+        "events_ring_windows": "batches of a stream that can be replayed; who missed more gets a snapshot",
+        "events_ring_bytes_max": "and what they may take in memory, all together",
+        "events_subscriber_hwm": "batches that may wait for one slow subscriber before it misses some",
+        "events_curve_secret": "file with the key pair of the CURVE server, as `zmq.auth` writes them "
+        "(`*.key_secret`); readable by its owner only",
+        "events_curve_clients": "who may subscribe: `KEY=TENANT`, the public key (40 characters) and whose "
+        "instances it may see, `*` for all",
+        "events_allow_plain": "publish unencrypted where other machines reach it: a trusted network; Dynamo "
+        "and llm-d know no encryption",
+        "events_attachments": "consumers that we attach: texts of `KIND name=value ...`, see "
+        "[routers](routers.md)",
+        "events_ingest": "follow the engines' own event streams, so that it is known what they hold",
+    },
     "Limits and timing of the core": {
         "keys_per_request_max": "keys that one request may name",
         "write_ttl_ms_min": "shortest deadline a write session may ask for",
@@ -198,6 +240,10 @@ _TEXT: dict[str, dict[str, str]] = {
         "hot_summary_max": "blocks in one such summary",
         "errand_ms": "how often a shard without news tells the catalogue how it is",
         "high_permille": "high watermark of tenants and storages, in thousandths of their limit",
+        "window_blocks_max": "blocks that routers are told of in one step, and as many told again",
+        "window_removed_max": "blocks that routers are told to forget in one step",
+        "beat_ms": "every stream of events sends a batch so often at least, if an empty one",
+        "restate_ms": "in this time routers are told again of everything that is announced",
         "low_permille": "low watermark of tenants and storages, in thousandths of their limit",
         "parts_max": "parts of a block in one attention group",
         "groups_max": "attention groups of an instance",

@@ -41,6 +41,9 @@ class PublishConfig(Struct, frozen=True, kw_only=True):
     curve_clients: dict[str, str] = {}
     """Who may subscribe: CURVE public key (Z85, 40 characters) -> the tenant whose instances it may see, or
     `*`."""
+    allow_plain: bool = False
+    """Whether to publish unencrypted where other machines reach it: a trusted network. Neither Dynamo nor
+    llm-d knows encryption."""
     attachments: tuple[str, ...] = ()
     """Consumers that are attached by us: a row each, of a kind and its options."""
     ingest: bool = True
@@ -73,10 +76,10 @@ class PublishConfig(Struct, frozen=True, kw_only=True):
             raise PublishRefused(
                 "with host '*' consumers have to be told a host to connect to: set advertise"
             )
-        if not self.curve_secret and not is_loopback(self.host):
+        if not self.curve_secret and not self.allow_plain and not is_loopback(self.host):
             raise PublishRefused(
                 f"{self.host} can be reached from other machines, and cache events say what everybody asks: "
-                "set curve_secret and curve_clients, or listen on 127.0.0.1"
+                "set curve_secret and curve_clients, or allow_plain in a trusted network"
             )
         if self.curve_clients and not self.curve_secret:
             raise PublishRefused("curve_clients without curve_secret would let everybody in: set both")

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from metaservice.core.outcomes import FinishStatus, LeaseOutcome, RefusedReason, RemoveOutcome, WriteOutcome
 
+from . import events
 from .instruments import SECONDS, SIZES, Counters, Histogram, largest
 
 log = logging.getLogger("metaservice.telemetry")
@@ -21,6 +22,8 @@ log = logging.getLogger("metaservice.telemetry")
 PREFIX = "ucm_meta_"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 USAGE_LEVELS = {"tenant": "tenants", "group": "groups", "instance": "instances", "storage": "storages"}
+EVENT_LABELS_MAX = 200
+"""Streams, engines and consumers told apart in each metric of cache events."""
 Usages = Callable[[str], Iterable[tuple[str, tuple[int, int, int, int]]]]
 
 
@@ -49,6 +52,7 @@ class Metrics(Collector):
         self._label_values_max = label_values_max
         self._usages: Usages | None = None
         self._gauges: Callable[[], Mapping[str, float]] = dict
+        self._events: Callable[[], Mapping[str, float]] = dict
         self._routes: dict[tuple[str, str], RouteStats] = {}
         self.in_flight = 0
         self.connections = 0
@@ -194,6 +198,11 @@ class Metrics(Collector):
         """What else is told at a scrape: names without the prefix, and their values then."""
         self._gauges = gauges
 
+    def watch_events(self, stats: Callable[[], Mapping[str, float]]) -> None:
+        """What the publisher of cache events said last: names (`name` or `name{label="value"}`) without the
+        prefix `ucm_meta_events_`, and their values; those that end in `_total` are counters."""
+        self._events = stats
+
     def expose(self, accept: str) -> tuple[str, bytes]:
         """Content type and body for a scrape, in the text format or, when asked for, in OpenMetrics."""
         # Not the header itself: a version in it that is none would be a fault of the encoder.
@@ -202,7 +211,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called at a scrape. A fault in one part hides that part only, and is counted."""
-        for part in (self._http, self._counted, self._distributions, self._state, self._usage):
+        for part in (self._http, self._counted, self._distributions, self._state, self._usage, self._routers):
             try:
                 yield from list(part())
             except Exception:
@@ -252,6 +261,9 @@ class Metrics(Collector):
     def _state(self) -> Iterator[Metric]:
         for name, value in self._gauges().items():
             yield GaugeMetricFamily(PREFIX + name, f"The shard's {name} now", value=value)
+
+    def _routers(self) -> Iterator[Metric]:
+        return events.families(self._events(), PREFIX + "events_", EVENT_LABELS_MAX)
 
     def _usage(self) -> Iterator[Metric]:
         if self._usages is None:

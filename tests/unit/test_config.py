@@ -23,6 +23,8 @@ def test_defaults_are_allowed_and_bind_loopback() -> None:
     assert config.limits == Limits()
 
 
+CURVE_KEY = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"
+LLMD = "llm-d endpoint=tcp://epp:5557"
 GIVEN: dict[str, tuple[str, object]] = {
     "data": ("7", Path("7")),
     "allow_remote": ("true", True),
@@ -46,6 +48,14 @@ GIVEN: dict[str, tuple[str, object]] = {
     "postgres_schema": ("seven", "seven"),
     "postgres_pooler": ("true", True),
     "postgres_notify": ("false", False),
+    "events_port_base": ("21000", 21_000),
+    "events_host": ("127.0.0.7", "127.0.0.7"),
+    "events_shared_address": ("true", True),
+    "events_curve_secret": ("7", Path("7")),
+    "events_curve_clients": (f"{CURVE_KEY}=*", (f"{CURVE_KEY}=*",)),
+    "events_allow_plain": ("true", True),
+    "events_attachments": (LLMD, (LLMD,)),
+    "events_ingest": ("false", False),
 }
 """A value other than the default for each setting, as text and as it is read; 7 for those not named."""
 

@@ -1,17 +1,28 @@
 """Attachments: how consumers that do not find the streams by themselves get them."""
 
-from metaservice.publish.attach.dynamo_indexer import DynamoIndexer
-from metaservice.publish.attach.llm_d import LlmD
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from metaservice.publish.attach.port import Attachment
-from metaservice.publish.attach.rows import AttachmentError, parse
-from metaservice.publish.view import View
+from metaservice.publish.attach.rows import AttachmentError, Row, parse
+
+if TYPE_CHECKING:  # who only checks rows needs no sockets
+    from metaservice.publish.view import View
 
 __all__ = ["Attachment", "AttachmentError", "make", "parse"]
 
 
-def make(text: str, view: View) -> Attachment:
+def make(text: str, view: "View") -> Attachment:
     """The attachment that a configured row names (`rows`). Raises AttachmentError. Nothing is opened yet."""
+    # Here, for the same reason.
+    from metaservice.publish.attach.dynamo_indexer import DynamoIndexer  # noqa: PLC0415
+    from metaservice.publish.attach.dynamo_peer import DynamoPeer  # noqa: PLC0415
+    from metaservice.publish.attach.llm_d import LlmD  # noqa: PLC0415
+
     row = parse(text)
-    if row.kind == "dynamo-indexer":
-        return DynamoIndexer(row, view)
-    return LlmD(row, view)
+    kinds: dict[str, Callable[[Row, View], Attachment]] = {
+        "dynamo-indexer": DynamoIndexer,
+        "dynamo-peer": DynamoPeer,
+        "llm-d": LlmD,
+    }
+    return kinds[row.kind](row, view)

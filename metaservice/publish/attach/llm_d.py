@@ -8,7 +8,6 @@ missed (it was started anew, or took too long) is told again by the leader.
 import asyncio
 import struct
 from collections import Counter
-from collections.abc import Iterator
 
 import zmq
 
@@ -23,6 +22,8 @@ from metaservice.wire.schemas_events import AttachmentView, StreamView
 AGAIN_S = 5.0
 """A consumer that comes and goes does not have everything told again more often."""
 _SEQ = struct.Struct(">Q")
+Pod = tuple[str, str]
+"""Its address, and the instance it uses."""
 
 
 class Link:
@@ -97,8 +98,8 @@ class LlmD:
         self._view = view
         self._links = [Link(view, one, row.number("queue")) for one in row.several("endpoint")]
         self._leads: set[int] = set()
-        self._known: dict[str, EngineUp] = {}
-        """Engines that the pickers were told of."""
+        self._known: dict[Pod, EngineUp] = {}
+        """Those that the pickers were told of, each by the engine whose streams it is told."""
         self._told_s = -AGAIN_S
         self._owed: set[str] = set()
         """Instances that have to be told again, "" for all."""
@@ -130,19 +131,18 @@ class LlmD:
                 link.open()
             else:
                 link.close()
-        self._known = {engine.engine: engine for engine in self._pods()}
+        self._known = self._pods()
 
     def changed(self) -> None:
         """A pod that is new is told all that its instance has."""
         if not self._leads:
             return
-        pods = {engine.engine: engine for engine in self._pods()}
-        for id, engine in pods.items():
-            before = self._known.get(id)
-            if before is None or before.address != engine.address or before.incarnation != engine.incarnation:
+        pods = self._pods()
+        for pod, engine in pods.items():
+            if self._channels(self._known.get(pod)) != self._channels(engine):
                 self._owed.add(engine.instance)
-        for id in self._known.keys() - pods.keys():
-            self._farewell(self._known[id])
+        for pod in self._known.keys() - pods.keys():
+            self._farewell(self._known[pod])
         self._known = pods
 
     def window(self, shard: int, window: Window) -> None:
@@ -150,10 +150,10 @@ class LlmD:
         if shard not in self._leads:
             return
         made: dict[tuple[int, int], bytes] = {}
-        for engine in self._pods():
+        for engine in self._known.values():
             if engine.shard != shard:
                 continue
-            channels = (engine.pool_channel, engine.local_channel)
+            channels = self._channels(engine)
             if channels not in made:
                 made[channels] = self._payload(channels, window)
             self._send(engine, window.number, made[channels])
@@ -188,17 +188,24 @@ class LlmD:
             }
         return stats
 
-    def _pods(self) -> Iterator[EngineUp]:
-        """Engines with an address, of instances that are minded, of shards that are led here."""
+    def _pods(self) -> dict[Pod, EngineUp]:
+        """Engines with an address, of instances that are minded, of shards that are led here. One an address:
+        a picker counts copies of a block without regard to ranks, so one that was told for each would outlive
+        its removal."""
+        pods: dict[Pod, EngineUp] = {}
         instances = self._view.instances
-        for engine in self._view.engines.values():
+        for engine in sorted(self._view.engines.values(), key=lambda one: (one.rank, one.engine)):
             instance = instances.get(engine.instance)
             if instance is None or not engine.address or engine.shard not in self._leads:
                 continue
-            if self._row.text("instance") in ("", engine.instance) and (
-                self._row.text("model") in ("", instance.model)
-            ):
-                yield engine
+            minded = self._row.text("model") in ("", instance.model)
+            if minded and self._row.text("instance") in ("", engine.instance):
+                pods.setdefault((engine.address, engine.instance), engine)
+        return pods
+
+    @staticmethod
+    def _channels(engine: EngineUp | None) -> tuple[int, int]:
+        return (engine.pool_channel, engine.local_channel) if engine is not None else (-1, -1)
 
     def _streams(self, channels: tuple[int, int]) -> list[Stream]:
         streams = self._view.streams
@@ -224,10 +231,8 @@ class LlmD:
     def _farewell(self, engine: EngineUp) -> None:
         """What a pod that is gone had of us is taken back. Not all of its blocks: those in its own memory are
         its own stream's, and the picker drops a pod that it sees no more."""
-        if any(other.address == engine.address for other in self._pods()):
-            return
         number = self._view.number(engine.shard)
-        for stream in self._streams((engine.pool_channel, engine.local_channel)):
+        for stream in self._streams(self._channels(engine)):
             for events in self._view.withdrawal(stream.channel):
                 self._send(engine, number, self._view.emitter.payload(stream, events, 0))
 
@@ -241,7 +246,7 @@ class LlmD:
             return
         self._told_s = self._view.now_s()
         instances = self._view.instances
-        wanted = {engine.instance for engine in self._pods() if {"", engine.instance} & self._owed}
+        wanted = {engine.instance for engine in self._known.values() if {"", engine.instance} & self._owed}
         for id in sorted(wanted):
             self._counts["restatements"] += 1
             self._view.restate(instances[id].shard, id, "joined")

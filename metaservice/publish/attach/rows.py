@@ -53,6 +53,9 @@ KINDS: dict[str, dict[str, Option]] = {
         "poll_ms": Option("2000", "100"),
         "timeout_ms": Option("2000", "10"),
     },
+    "dynamo-peer": {
+        "port": Option(None, "1"),
+    },
     "llm-d": {
         "endpoint": Option(None, "endpoints"),
         "model": Option("", "name"),
@@ -97,10 +100,13 @@ def parse(text: str) -> Row:
 
 def ports(row: Row) -> range:
     """The ports that an attachment binds, none for most."""
-    if row.kind != "merge":
-        return range(0)
-    base = row.number("port_base")
-    return range(base, base + 2 * len(row.several("engines")))
+    match row.kind:
+        case "dynamo-peer":
+            return range(row.number("port"), row.number("port") + 1)
+        case "merge":
+            base = row.number("port_base")
+            return range(base, base + 2 * len(row.several("engines")))
+    return range(0)
 
 
 def _fault(form: str, value: str) -> str:
