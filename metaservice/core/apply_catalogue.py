@@ -12,7 +12,7 @@ from .index import Table
 from .memory import Memory
 from .model import RETIRED_INCARNATIONS, Fingerprint, Quota, SwitchMode, SwitchScope
 from .replies import Returned
-from .state import Group, Instance, Member, State, Storage, Tenant
+from .state import Group, Instance, Member, State, Storage, Tenant, place_of
 
 # ---------------------------------------------------------------- catalogue
 
@@ -46,8 +46,8 @@ def _storage_put(state: State, memory: Memory, event: ev.StoragePut) -> None:
         storage = Storage(event.storage, event.number, event.kind, event.options)
         state.storages[event.storage] = storage
         state.storage_of[event.number] = storage
-    if (storage.reach, storage.fault_domain) != (event.reach, event.fault_domain):
-        told.moved(state, memory, storage.number)  # routers may know its blocks as somewhere else
+    if storage.place() != place_of(event.kind, event.reach, event.fault_domain):
+        told.moved(state, memory, storage.number)  # routers know its blocks as somewhere else
     storage.kind, storage.options = event.kind, event.options
     (state.volatile.add if storage.volatile else state.volatile.discard)(storage.number)
     storage.fault_domain, storage.reach = event.fault_domain, event.reach

@@ -266,7 +266,8 @@ class Machine:
 
     def tombstones(self) -> list[Gone]:
         """What routers were told as removed lately."""
-        return told.gone_rows(self.state.tombstones)
+        state = self.state
+        return told.gone_rows(one for one in state.tombstones if not told.stands(state, one))
 
     def publications(self) -> list[Announcement]:
         """The instances whose blocks routers are told of by this shard."""

@@ -98,6 +98,17 @@ class Pool(Struct, frozen=True, array_like=True):
     session_first: int
 
 
+def place_of(kind: str, reach: str, fault_domain: str) -> tuple[str, str]:
+    """What routers know a storage as, and whose engines reach it ("" for all). What no engine can be known
+    to reach, because it is one node's and does not say which, has no medium either."""
+    volatile = kind in VOLATILE_KINDS
+    if reach == "pool" or (not reach and not volatile):
+        return EXTERNAL, ""
+    if not fault_domain:
+        return "", ""
+    return (CPU if volatile else STORAGE), fault_domain
+
+
 class Storage:
     """One storage system. Its capacity is physical: bytes whose deletion is overdue count against it (see
     `admission`)."""
@@ -128,19 +139,21 @@ class Storage:
     @property
     def local(self) -> bool:
         """Whether only the engines of one node reach it."""
-        return self.reach == "node" or (not self.reach and self.volatile)
+        return self.place()[0] != EXTERNAL
 
     @property
     def medium(self) -> str:
         """What routers know such a place as."""
-        if not self.local:
-            return EXTERNAL
-        return CPU if self.volatile else STORAGE
+        return self.place()[0]
 
     @property
     def node(self) -> str:
         """Whose engines reach it, "" for all."""
-        return self.fault_domain if self.local else ""
+        return self.place()[1]
+
+    def place(self) -> tuple[str, str]:
+        """(medium, node), see `place_of`."""
+        return place_of(self.kind, self.reach, self.fault_domain)
 
     @property
     def volatile(self) -> bool:

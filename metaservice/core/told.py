@@ -34,6 +34,8 @@ def may_stand(state: State, slot: int) -> bool:
     publication = instance.publication
     if publication is None or instance.retiring or not announceable(table):
         return False
+    if not state.storage_of[index.storage[slot]].medium:
+        return False
     key = index.key[slot]
     return (key[:4] if publication.hash_of == "head64" else key[-8:-4]) != bytes(4)
 
@@ -269,7 +271,9 @@ def derive(state: State) -> None:
 def moved(state: State, memory: Memory, storage: int) -> None:
     """The storage is about to be known to routers as another place."""
     index = state.index
-    withdraw(state, memory, [slot for slot in index.in_storage(storage) if index.announced[slot]])
+    slots = [slot for slot in index.in_storage(storage) if index.announced[slot]]
+    withdraw(state, memory, slots)
+    memory.telling.look_again()  # also at those that stood nowhere before
 
 
 def published(state: State, memory: Memory, instance: Instance) -> None:

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from metaservice.core.commands import Announce, PutInstance, Restate
+from metaservice.core.commands import Announce, PutInstance, PutStorage, Restate
 from metaservice.core.machine import Machine
 from metaservice.core.model import Fingerprint, Limits, Publication
 from metaservice.core.windows import Gone, Run, Window
@@ -56,11 +56,12 @@ class Router:
 
 
 class Told(Host):
-    """Its instance `i` is announced; new blocks go to storage `s`."""
+    """Its instance `i` is announced; new blocks go to storage `s`, and `mem` is the memory of node `n1`."""
 
     def __init__(self, limits: Limits = TOLD, publication: Publication | None = PUBLICATION) -> None:
         self.router = Router()
         super().__init__(limits)
+        self.done(PutStorage(storage="mem", kind="shm", options={"dir": "/dev/shm"}, fault_domain="n1"))
         self.prefer("s")
         self.publish(publication)
 

@@ -62,7 +62,6 @@ def test_row_04_a_child_waits_for_a_parent_that_was_never_told() -> None:
 
 def test_row_05_a_block_that_moves_to_another_tier_is_told_as_removed_there_and_stored_here() -> None:
     told = Told()
-    told.done(PutStorage(storage="mem", kind="shm", options={"dir": "/dev/shm"}, fault_domain="n1"))
     told.prefer("mem", "s")
     told.write(chain(2))
     told.tell()
@@ -101,7 +100,8 @@ def test_row_27_two_hash_spaces_in_one_routing_group_are_refused(change: dict[st
     told.done(PutInstance(instance="l", group="g", fingerprint=FINGERPRINT, publication=PUBLICATION))
     assert told.refused(
         PutInstance(
-            instance="m", group="g", fingerprint=FINGERPRINT, publication=Publication("model", hash_of="head64")
+            instance="m", group="g", fingerprint=FINGERPRINT,
+            publication=Publication("model", hash_of="head64"),
         )
     ) == "hash_space_mixed"  # fmt: skip
 
@@ -215,6 +215,19 @@ def test_a_storage_that_is_reached_by_others_now_is_told_anew() -> None:
     told.machine.memory.telling.look_again()
     told.tell()
     assert told.router.known == {("i", "STORAGE", "n7", one) for one in chain(5)}
+    told.sound()
+
+
+def test_memory_of_nobody_knows_which_node_is_told_to_nobody() -> None:
+    told = Told()
+    told.done(PutStorage(storage="mem", kind="shm", options={"dir": "/dev/shm"}))
+    told.prefer("mem", "s")
+    told.write(chain(5))
+    told.tell()
+    assert not told.router.known
+    told.done(PutStorage(storage="mem", kind="shm", options={"dir": "/dev/shm"}, fault_domain="n2"))
+    told.tell()
+    assert told.router.known == {("i", "CPU", "n2", one) for one in chain(5)}
     told.sound()
 
 
