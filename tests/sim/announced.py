@@ -4,7 +4,6 @@ The judge keeps one dict of what is announced. It shares the vocabulary of the c
 code; what must hold is written out here once more.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -64,8 +63,8 @@ class Judge:
         self.windows: list[Window] = []
         self.told: dict[Spot, Told] = {}
         self.tombs: dict[Spot, Tomb] = {}
-        self._keys: Counter[tuple[str, bytes]] = Counter()
-        """How many places (instance, key) is announced at"""
+        self._nodes: dict[tuple[str, bytes], set[str]] = {}
+        """(instance, key) -> the nodes that it is announced at"""
         self._waiting: dict[Spot, int] = {}
         """Could be announced -> number of the window since which"""
         self._over: dict[str, int] = {}
@@ -128,7 +127,7 @@ class Judge:
         for spot in removed:
             if self.told.pop(spot, None) is None:
                 raise Violation(f"{spot} was not announced and is told as removed")
-            self._keys[spot.instance, spot.key] -= 1
+            self._nodes[spot.instance, spot.key].discard(spot.node)
             self.tombs[spot] = Tomb(window.number, window.now_ms)
         for spot in (spot for gone in window.again for spot in spots(gone)):
             if spot in self.told:
@@ -161,20 +160,22 @@ class Judge:
                 raise Violation(f"restated as {told}, but was announced as {known}: {spot}")
             if not again and known is not None:
                 raise Violation(f"{spot} is announced already and is told as new: {window.number}")
-            if not self.reachable(run.instance, parent):
+            if not self.reachable(spot, parent):
                 raise Violation(f"a child before its parent: {spot} hangs on {parent!r}")
             if spot not in serving:
                 raise Violation(f"{spot} is told in window {window.number} and does not serve")
             if serving[spot].words != told.words:
                 raise Violation(f"{spot} is told as {told}, it is {serving[spot]}")
-            self._keys[spot.instance, spot.key] += spot not in self.told
+            self._nodes.setdefault((spot.instance, spot.key), set()).add(spot.node)
             self.told[spot] = told
             self.tombs.pop(spot, None)
             parent = spot.key
 
-    def reachable(self, instance: str, parent: bytes | None) -> bool:
-        """Whether routers were told of the block that this one hangs on, if it hangs on any."""
-        return parent is None or bool(self._keys[instance, parent])
+    def reachable(self, spot: Spot, parent: bytes | None) -> bool:
+        """Whether routers were told of the block that this one hangs on, if it hangs on any: not only in the
+        memory of another node, which no engine reaches together with this one's."""
+        nodes = self._nodes.get((spot.instance, parent), set()) if parent is not None else {""}
+        return any(node in ("", spot.node) or not spot.node for node in nodes)
 
     # ------------------------------------------------------------ what must hold after it
 
@@ -207,7 +208,7 @@ class Judge:
         for spot, block in serving.items():
             fits = sizes[spot.instance] <= publication(state, spot.instance).entries_max
             wanted = fits and published(state, spot.instance)
-            if wanted and spot not in self.told and self.reachable(spot.instance, block.parent):
+            if wanted and spot not in self.told and self.reachable(spot, block.parent):
                 waiting[spot] = self._waiting.get(spot, window.number)
         self._waiting = waiting
         for spot, since in waiting.items():
@@ -226,7 +227,7 @@ class Judge:
         for spot in removed:
             if spot not in serving or spot in self.told or not published(state, spot.instance):
                 continue
-            if not self.reachable(spot.instance, before[spot].parent):
+            if not self.reachable(spot, before[spot].parent):
                 continue
             known = sum(other.instance == spot.instance for other in before)
             new = sum(len(run.tokens) for run in window.stored if run.instance == spot.instance)
