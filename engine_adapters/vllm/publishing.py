@@ -42,11 +42,10 @@ def publication_of(
     instance of the model that it is for."""
     if not settings.publish:
         return None
-    return {
+    told = {
         "model": settings.publish_model or model,
         "routing_group": settings.routing_group,
-        "lora": lora,
         "hash_of": HASH_OF,
         "entries_max": settings.publish_blocks_max,
-        "base": base,
     }
+    return {**told, "lora": lora, "base": base} if base else told

@@ -57,7 +57,7 @@ class FakeRequest:
         self.trace_headers = trace_headers
         self.kv_transfer_params: dict[str, object] | None = None
         self.mm_features: tuple[object, ...] = ()
-        self.prompt_embeds = None
+        self.prompt_embeds: object = None
         self.block_hashes: list[bytes] = []
         self.status = Status.waiting
         self.num_prompt_tokens = len(prompt)

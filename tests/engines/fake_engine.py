@@ -134,9 +134,13 @@ class FakeEngine:
         *,
         salt: str = "",
         adapter: Adapter | None = None,
+        images: bool = False,
+        embeds: bool = False,
     ) -> FakeRequest:
         """A new request."""
         request = FakeRequest(self.shape, request_id, prompt, max_tokens, salt=salt, adapter=adapter)
+        request.mm_features = ("an image",) if images else ()
+        request.prompt_embeds = "embeddings" if embeds else None
         self.scheduler.add(request)
         return request
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from engine_adapters.namespace import Namespace, Part
 from engine_adapters.vllm.broker import Broker
-from engine_adapters.vllm.mover import Mover
 from engine_adapters.vllm.ordering import Shape as CacheShape
 from engine_adapters.vllm.rank import RankParts
 from engine_adapters.vllm.scheduler import SchedulerSide
@@ -21,6 +20,7 @@ from tests.engines.fake_scheduler import Options
 from tests.engines.ground import Ground, page_of, until
 from tests.engines.oracle import Shape, answer, block_keys, true_pages
 from tests.engines.sides import OurScheduler, OurWorker
+from tests.engines.telling import TellingMover, at_odds, untrue
 
 
 def namespace_of(shape: Shape, **changes: Any) -> Namespace:
@@ -106,6 +106,7 @@ class UcmEngine:
         self.face = OurScheduler(self.side, sync=made.load == "sync")
         self.workers: list[WorkerSide] = []
         self.pages: list[FakePages] = []
+        self.movers: list[TellingMover] = []
         self.counts: dict[str, Any] = {}
         self.asked: dict[str, Asked] = {}
         self.dead = False
@@ -113,7 +114,9 @@ class UcmEngine:
         for rank, memory in enumerate(self.engine.runner.memory):
             pages = FakePages(self.shape, memory, self.options.blocks)
             names = tuple(part.name for part in parts[rank])
-            side = WorkerSide(made, RankParts(rank, self.shape.ranks, names, windows), pages, Mover(made))
+            mover = TellingMover(made)
+            side = WorkerSide(made, RankParts(rank, self.shape.ranks, names, windows), pages, mover)
+            self.movers.append(mover)
             self.pages.append(pages)
             self.workers.append(side)
             self.engine.runner.workers.append(OurWorker(side))
@@ -128,10 +131,12 @@ class UcmEngine:
         *,
         salt: str = "",
         adapter: Adapter | None = None,
+        images: bool = False,
+        embeds: bool = False,
     ) -> None:
-        """Send a request."""
+        """Send a request; `images`: some of its tokens stand for images, `embeds`: for embeddings."""
         self.asked[request] = Asked(tuple(prompt), max_tokens, salt, adapter)
-        self.engine.add(request, prompt, max_tokens, salt=salt, adapter=adapter)
+        self.engine.add(request, prompt, max_tokens, salt=salt, adapter=adapter, images=images, embeds=embeds)
 
     def serve(self, request: str, prompt: Sequence[int], max_tokens: int = 4, **more: Any) -> tuple[int, ...]:
         """Send a request, and step until the engine is idle. Returns its output."""
@@ -206,6 +211,12 @@ class UcmEngine:
                 if isinstance(value, int | float):
                     self.counts[name] = self.counts.get(name, 0) + value
         return self.counts
+
+    def untrue(self) -> list[str]:
+        """What it told for routers that is not so, or not the same on every rank."""
+        adapters = [asked.adapter for asked in self.asked.values() if asked.adapter is not None]
+        labels = {adapter.lora_name: adapter.label for adapter in adapters}
+        return untrue(self.shape, self.movers, labels) + at_odds(self.movers)
 
     def wrong(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Requests whose tokens differ from those of an engine without any cache; also of aborted ones as far

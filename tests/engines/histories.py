@@ -86,6 +86,8 @@ def setting_of(seed: int) -> Setting:
             "load_batch_blocks": chance.choice([1, 3, 32]),
             "min_load_blocks": chance.choice([1, 1, 2]),
             "lookup_wait_ms": chance.choice([3_000, 3_000, 3]),
+            "publish": seed % 2 == 0,
+            "publish_model": "fake",
         },
         engines=chance.choice([1, 2, 3]),
         turns=chance.choice([30, 50]),
@@ -288,6 +290,8 @@ class History:
         for each in self.all:
             if wrong := each.wrong():
                 self._fail(f"wrong tokens of {each.name}: {wrong}")
+            if untrue := each.untrue():
+                self._fail(f"routers are told wrong of {each.name}: {untrue[:3]}")
             errors = sum(one.status == Status.error for one in each.engine.outcomes.values())
             played.errors += errors
             if errors and setting.options.recompute:

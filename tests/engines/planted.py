@@ -17,6 +17,7 @@ from engine_adapters.vllm.ordering import Ordering, Step
 from engine_adapters.vllm.orders import SaveOrder, StepOrders
 from engine_adapters.vllm.requests import EngineRequest, Phase, Tracked
 from engine_adapters.vllm.saver import Saver
+from engine_adapters.vllm.saves import Row
 from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.worker import Results, WorkerSide
 from tests.engines.ground import Ground
@@ -144,6 +145,15 @@ def _slow_lookups(setting: Setting) -> Setting:
     )
 
 
+def _published(setting: Setting) -> Setting:
+    return replace(setting, settings={**setting.settings, "publish": True})
+
+
+def _published_by_ranks(setting: Setting) -> Setting:
+    """Blocks are taken back that one rank has copied already and the other has not."""
+    return _crowded(replace(_published(setting), shape=Shape(ranks=2)))
+
+
 def _slow_loads(setting: Setting) -> Setting:
     return replace(
         setting,
@@ -200,6 +210,17 @@ def _keys_of_the_next(right: Any, self: Ordering, tracked: Tracked, tokens: int,
         return order
     columns = tuple(column[1:] + column[:1] for column in order.blocks)
     return with_fields(order, blocks=columns)
+
+
+def _tokens_of_the_block_before(
+    right: Any, self: Ordering, request: EngineRequest, start: int, end: int
+) -> Any:
+    return right(self, request, start - 1, end - 1) if start else right(self, request, start, end)
+
+
+def _tokens_of_what_was_copied(right: Any, self: Row) -> bytes:
+    told: bytes = right(self)
+    return told if self.pages is not None else b""
 
 
 def _unheard_kept(right: Any, self: Broker, ticket: str) -> None:
@@ -294,6 +315,12 @@ PLANTS: dict[str, Plant] = {
     ),
     "pages are saved under their neighbours' keys": Plant(
         lambda: [(Ordering, "order", _keys_of_the_next)], _anywhere
+    ),
+    "routers are told the tokens of the block before": Plant(
+        lambda: [(Ordering, "_tokens", _tokens_of_the_block_before)], _published
+    ),
+    "each rank tells the tokens of what it has itself": Plant(
+        lambda: [(Row, "packed_tokens", _tokens_of_what_was_copied)], _published_by_ranks
     ),
     "answers that nobody waits for keep their leases": Plant(
         lambda: [(Broker, "drop", _unheard_kept)], _slow_lookups
