@@ -223,3 +223,31 @@ def row_8_late_join(stage: Stage) -> str:
         register_ours(stage, fleet, engine)
         took_s = Judge(fleet, stage.site.plain).settle(documents, LATE_S_MAX)
         return f"exact {took_s:.2f} s after it joined, without a new event"
+
+
+def row_14_lost_history(stage: Stage) -> str:
+    """The journal is lost and everything begins anew: subscribers have seen higher numbers than there are
+    now, and have blocks that nobody has any more."""
+    with Fleet(stage.site) as fleet:
+        fleet.join()
+        judge = Judge(fleet, stage.site.attached)
+        judge.await_attached()
+        documents = write_some(fleet, 20)
+        for document in documents[:5]:
+            fleet.remove(document.keys[4:])
+        judge.settle(documents, SETTLE_S)
+        before = _number(stage, fleet)
+        stage.site.lose_journal()
+        began = monotonic()
+        fleet.truth.drop([key for document in documents for key in document.keys])
+        fleet.found()
+        fleet.await_known()
+        after = _number(stage, fleet)
+        fresh = write_some(fleet, 5)
+        kept = documents[0]
+        fleet.write(kept.upto(6))
+        judge.settle([*fresh, *documents], SETTLE_S)
+        took_s = monotonic() - began
+        if after >= before:
+            raise CaseFailed(f"numbers went from {before} to {after}: the case shows nothing")
+        return f"window {before} to {after}; exact {took_s:.2f} s after the service was back"

@@ -8,12 +8,11 @@ from tests.compat.fleet import BLOCK_SIZE, Fleet
 from tests.compat.frontend import WORDS, Frontend, word_token
 from tests.compat.judge import CaseFailed
 from tests.compat.reference import Document
+from tests.compat.site import MERGED
 from tests.compat.stage import Stage
 
 PROMPTS = 6
 PROMPT_BLOCKS = 6
-MERGED = ("merged-0", "merged-1")
-"""Engines for which the site's replicas serve merged streams."""
 TOLD_S = 15.0
 MODEL = "toy"
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
+from time import monotonic
 from typing import Any, Self
 
+from metaservice.cli.local.process import until
 from metaservice.client import Client, FinishResult, WriteResult
 from metaservice.wire.schemas import WriteOutcome
 from metaservice.wire.tokens import pack_tokens
@@ -19,7 +21,7 @@ from tests.compat.streams import EngineStream, removed, stored
 BLOCK_SIZE = 16
 KEY_LENGTH = 32
 PART_BYTES = 1_000
-CANARY = "00" * 8
+KNOWN_TIMEOUT_S = 20.0
 SHELF = "shm"
 """Kind of the storages that are one node's memory."""
 _workers = count(1)
@@ -67,21 +69,26 @@ class Fleet:
         self.engines: list[Engine] = []
         self.author = Author(random.Random(site.chance.getrandbits(64)), BLOCK_SIZE, KEY_LENGTH)
         self._stack = ExitStack()
-        shelves = [f"{self.instance}.{node}" for node in nodes]
-        self._shelf_nodes = dict(zip(shelves, nodes, strict=True))
-        operator = site.operator
+        self._shelf_nodes = {f"{self.instance}.{node}": node for node in nodes}
+        self.publication = {"model": self.model, **(publication or {})}
+        self.found(node_blocks)
+        self._writer = self.register(f"{self.instance}.writer", 0)
+
+    def found(self, node_blocks: int = 0) -> None:
+        """Set up what an operator does; again, where the service has forgotten it. Raises ClientError."""
+        operator = self.site.operator
         for shelf, node in self._shelf_nodes.items():
-            room = node_blocks * (PART_BYTES + 4096)
+            room = node_blocks * PART_BYTES
             options = {"slot_bytes": str(PART_BYTES)}
             operator.put_storage(shelf, SHELF, options, capacity_bytes=room, fault_domain=node, reach="node")
-            keeper = site.client()
+            keeper = self.site.client()
             keeper.register_worker(f"keeper-{shelf}", [shelf])
             self._stack.callback(keeper.close, cut=True)
-        operator.put_group(self.instance, TENANT, [*shelves, STORAGE], high_permille=1000, low_permille=990)
-        self.fingerprint = fingerprint(self.model)
-        self.publication = {"model": self.model, **(publication or {})}
-        operator.put_instance(self.instance, self.instance, self.fingerprint, publication=self.publication)
-        self._writer = self.register(f"{self.instance}.writer", 0)
+        storages = [*self._shelf_nodes, STORAGE]
+        operator.put_group(self.instance, TENANT, storages, high_permille=1000, low_permille=990)
+        operator.put_instance(
+            self.instance, self.instance, fingerprint(self.model), publication=self.publication
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +156,16 @@ class Fleet:
     def rejoin(self, engine: Engine) -> Engine:
         """An engine that died comes back under its name: another process, with an empty device."""
         return self.join(engine.node, engine=engine.name, number=engine.worker)
+
+    def await_known(self) -> None:
+        """Returns once the service knows the engines again that it forgot: they notice with a heartbeat.
+        Raises WriteFailed."""
+        names = {engine.name for engine in self.engines}
+        for _ in until(monotonic() + KNOWN_TIMEOUT_S):
+            said = self.site.events(self.site.leader, self.instance)
+            if names <= {row["engine"] for row in said["engines"]}:
+                return
+        raise WriteFailed(f"the service does not know all of {sorted(names)} again")
 
     def register_streams(self, indexer: Indexer) -> None:
         """Have an indexer follow the engines' own streams, as an operator does."""

@@ -47,6 +47,7 @@ CASES: dict[str, Case] = {
         cases_failures.row_22_slow_subscriber,
         cases_failures.row_24_indexer_restarted,
         cases_failures.publisher_killed,
+        cases_failures.row_14_lost_history,
         cases_failover.rows_1_9_26_replays,
         cases_failover.leader_killed,
         cases_frontend.frontend_follows,

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Self
 
-from metaservice.cli.local.cluster import LocalCluster
+from metaservice.cli.local.cluster import DATABASE, LocalCluster
 from metaservice.cli.local.places import HOST
 from metaservice.cli.local.process import LocalFailed, title, until
 from metaservice.cli.local.replicas import LocalReplica, Settings
@@ -24,6 +24,10 @@ CHANNEL_PORTS = range(10_000, 15_000)
 RESTATE_MS = 30_000
 RETRY_MS = 30_000
 NEW_LEADER_TIMEOUT_S = 30.0
+REPLICAS = 2
+ATTACHMENT_POLL_MS = 500
+MERGED = ("merged-0", "merged-1")
+"""Engines for which the replicas serve merged streams."""
 STORAGE = "pool"
 TENANT = "t"
 
@@ -38,8 +42,8 @@ TIMES: Settings = {
     "lease_ms_max": 2_000,
     "postgres_timeout_ms": 1_000,
     "heartbeat_ms": 1_000,
-    "suspect_ms": 2_500,
-    "expire_ms": 5_000,
+    "suspect_ms": 3_000,
+    "expire_ms": 6_500,
     "restate_ms": RESTATE_MS,
 }
 
@@ -55,7 +59,6 @@ class Site:
         self.dynamo = dynamo
         self.note = note
         self.chance = chance
-        self.merged_ports = _ports(16)
         self._stack = ExitStack()
         self.attached = Indexer(dynamo, folder, "indexer-attached")
         """The service registers its streams here by itself."""
@@ -82,33 +85,39 @@ class Site:
         for indexer in (self.attached, self.plain):
             self._stack.callback(indexer.close)
             indexer.start()
-        attachments = [
-            f"dynamo-indexer url={self.attached.url} poll_ms=500",
-            f"merge port_base={self.merged_ports[0]} engines=merged-0;merged-1",
-        ]
         settings: Settings = {
             **TIMES,
             "events_ring_windows": RING_WINDOWS,
             "events_channels_max": CHANNELS_MAX,
-            "events_attachments": attachments,
         }
-        ports = _ports(2 * 2 * CHANNELS_MAX)
-        bases = {1: ports[0], 2: ports[2 * CHANNELS_MAX]}
+        each = 2 * CHANNELS_MAX + 2 * len(MERGED)
+        ports = _ports(REPLICAS * each)
+
+        def own(number: int) -> Settings:
+            first = ports[(number - 1) * each]
+            merge = f"merge port_base={first + 2 * CHANNELS_MAX} engines={';'.join(MERGED)}"
+            indexer = f"dynamo-indexer url={self.attached.url} poll_ms={ATTACHMENT_POLL_MS}"
+            return {"events_port_base": first, "events_attachments": [indexer, merge]}
+
         cluster = LocalCluster(
             self.folder / "cluster",
-            replicas=len(bases),
+            replicas=REPLICAS,
             shards=1,
             leadership="sql_lease",
             settings=settings,
-            own=lambda number: {"events_port_base": bases[number]},
+            own=own,
         )
         self._cluster = cluster
         self._stack.callback(cluster.close)
         cluster.start()
         self._operator = Client(ClientConfig(url=cluster.urls, admin_timeout_ms=RETRY_MS))
         self._stack.callback(self._operator.close)
-        self._operator.put_tenant(TENANT)
-        self._operator.put_storage(STORAGE, "posix", {"root": "/nowhere"}, reach="pool")
+        self._found(self._operator)
+
+    def _found(self, operator: Client) -> None:
+        """What all fleets share."""
+        operator.put_tenant(TENANT)
+        operator.put_storage(STORAGE, "posix", {"root": "/nowhere"}, reach="pool")
 
     @property
     def operator(self) -> Client:
@@ -155,6 +164,16 @@ class Site:
             if not replica.running:
                 replica.launch()
         self.cluster.await_ready()
+
+    def lose_journal(self) -> None:
+        """All replicas end, and what they knew is lost; others start with nothing, at the same ports."""
+        cluster = self.cluster
+        for replica in cluster.replicas:
+            replica.stop()
+        cluster.postgres.drop_database(DATABASE)
+        cluster.postgres.create_database(DATABASE)
+        self.revive()
+        self._found(self.operator)
 
     def events(self, replica: LocalReplica, instance: str = "") -> dict[str, Any]:
         """What one replica says of its streams."""
