@@ -50,8 +50,8 @@ class Emitter(Protocol):
 
     @property
     def invalid(self) -> Mapping[str, int]:
-        """Blocks left out since the start, by reason; a reason is there once it happened. They count again when
-        a window is encoded again."""
+        """Blocks left out since the start, by reason; a reason is there once it happened. They count again
+        when a window is encoded again."""
         ...
 
     def events(self, stream: Stream, window: Window) -> Sequence[Raw]:
