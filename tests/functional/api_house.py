@@ -11,6 +11,7 @@ import msgspec
 
 from metaservice.api.app import App, build_app
 from metaservice.api.peers import Peers
+from metaservice.api.port import EventsPort
 from metaservice.api.server import ApiServer
 from metaservice.api.settings import ApiSettings
 from metaservice.clock import ShardClock, monotonic_s
@@ -217,14 +218,15 @@ async def open_house(
     tracer: Tracer | None = None,
     metrics: Metrics | None = None,
     shards: int = 1,
+    events: EventsPort | None = None,
 ) -> AsyncIterator[House]:
-    """A running service on a free port; it is stopped at the end."""
+    """A running service on a free port; it is stopped at the end. `events`: its publisher, if it has one."""
     settings = settings or ApiSettings()
     metrics = metrics or Metrics(monotonic_s)
     peers = Peers("r1", settings)
     replica = lone_replica(limits, metrics, peers, shards)
     await replica.start()
-    app = build_app(replica, metrics, tracer or open_tracer(False), settings, peers)
+    app = build_app(replica, metrics, tracer or open_tracer(False), settings, peers, events)
     async with listening(app, settings) as server:
         base = f"http://127.0.0.1:{server.bound_port}"
         async with httpx.AsyncClient(base_url=base, timeout=20.0, trust_env=False, verify=False) as http:

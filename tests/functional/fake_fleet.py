@@ -13,6 +13,7 @@ import msgspec
 
 from metaservice.api.app import build_app
 from metaservice.api.peers import Peers
+from metaservice.api.port import EventsPort
 from metaservice.api.server import ApiServer
 from metaservice.api.settings import ApiSettings
 from metaservice.clock import monotonic_s
@@ -67,8 +68,13 @@ class Fleet:
 
 
 @asynccontextmanager
-async def open_fleet(*ids: str, shards: int = 3, settings: ApiSettings | None = None) -> AsyncIterator[Fleet]:
-    """Replicas of these ids; the first leads everything until told otherwise."""
+async def open_fleet(
+    *ids: str,
+    shards: int = 3,
+    settings: ApiSettings | None = None,
+    events: dict[str, EventsPort] | None = None,
+) -> AsyncIterator[Fleet]:
+    """Replicas of these ids; the first leads everything until told otherwise. `events`: their publishers."""
     settings = settings or ApiSettings(leader_wait_ms=200)
     cluster = FakeCluster(shards)
     members: dict[str, Standing] = {}
@@ -76,7 +82,8 @@ async def open_fleet(*ids: str, shards: int = 3, settings: ApiSettings | None = 
         for id in ids:
             replica, metrics, peers = FakeReplica(cluster, id), Metrics(monotonic_s), Peers(id, settings)
             stack.push_async_callback(peers.close)
-            app = build_app(replica, metrics, open_tracer(False), settings, peers)
+            publisher = (events or {}).get(id)
+            app = build_app(replica, metrics, open_tracer(False), settings, peers, publisher)
             server = await stack.enter_async_context(listening(app, settings))
             cluster.urls[id] = f"http://127.0.0.1:{server.bound_port}"
             members[id] = Standing(replica, server, metrics, peers)

@@ -7,13 +7,23 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from metaservice.core import commands, replies
-from metaservice.core.model import Limits, Part, SwitchMode
+from metaservice.core import commands, replies, views
+from metaservice.core.model import Fingerprint, Limits, Part, Publication, Quota, SwitchMode
 from metaservice.core.rejections import Rejection
 from metaservice.replica.errors import NotLeader, ShardUnavailable
 
 KEY = b"k" * 16
 PARTS = (Part("tp0", 1024),)
+FINGERPRINT = Fingerprint(
+    model="m",
+    revision="",
+    kv_dtype="bf16",
+    block_size_tokens=16,
+    key_length=16,
+    hash_scheme="x",
+    hash_seed="",
+    parts=PARTS,
+)
 STORAGE = SimpleNamespace(name="s1", kind="posix", options={"root": "/s1"}, volatile=False, pool="")
 UNKNOWN_MS = 1 << 53
 
@@ -47,6 +57,7 @@ class FakeShard:
         self.rejects: list[Rejection] = []
         """What is answered to the next reads and commands, once each."""
         self.switch: replies.Switched | None = None
+        self.publication: Publication | None = None
         self._replica = replica
 
     @property
@@ -69,7 +80,9 @@ class FakeShard:
     def instance(self, name: str) -> Any:
         if name not in self._replica.known:
             return None
-        return SimpleNamespace(key_length=16, groups={"full": SimpleNamespace(parts=PARTS)})
+        return SimpleNamespace(
+            key_length=16, groups={"full": SimpleNamespace(parts=PARTS)}, fingerprint=FINGERPRINT
+        )
 
     def storage(self, number: int) -> Any:
         return STORAGE
@@ -96,7 +109,7 @@ class FakeShard:
         return replies.Beat("active")
 
     def look(self, command: commands.Lookup) -> Any:
-        if self.behind_ms == UNKNOWN_MS:
+        if self.behind_ms == UNKNOWN_MS and not self.ready:
             raise ShardUnavailable("not_ready", "there is no state")
         self.looked.append(command)
         return found(command)
@@ -143,6 +156,11 @@ class FakeShard:
         return []
 
     def describe_one(self, kind: str, id: str) -> Any:
+        if kind == "instances" and id in self._replica.known:
+            return views.InstanceView(
+                id, "chat", "acme", FINGERPRINT, Quota(), SwitchMode.normal, None, False, replies.Usage(0, 0),
+                self.number, self.publication, 7,
+            )  # fmt: skip
         return STORAGE if kind == "storages" else None
 
     def block(self, instance: str, group: str | None, key: bytes) -> Any:

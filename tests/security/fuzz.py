@@ -166,7 +166,7 @@ def furnish(client: RawClient) -> None:
         "/v1/tenants/acme": {},
         "/v1/storages/s1": {"kind": "posix", "options": {"root": "/s1"}},
         "/v1/groups/chat": {"tenant": "acme", "storages": ["s1"]},
-        "/v1/instances/m1": {"group": "chat", "fingerprint": fingerprint},
+        "/v1/instances/m1": {"group": "chat", "fingerprint": fingerprint, "publication": {"model": "x"}},
         "/v1/engines/e1": {"incarnation": "i1", "instance": "m1"},
         "/v1/workers/w1": {"incarnation": "j1", "storages": ["s1"]},
     }

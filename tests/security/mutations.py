@@ -11,6 +11,7 @@ STRANGE_NAMES = [
 ]  # fmt: skip
 KEYS = [b"k" + number.to_bytes(15, "big") for number in range(12)]
 ME = {"engine": "e1", "incarnation": "i1"}
+INCARNATION = {"incarnation": "i1"}
 WORKER = {"incarnation": "j1"}
 
 
@@ -27,6 +28,17 @@ def valid_requests(rng: Random) -> list[tuple[str, str, dict[str, Any]]]:
         ("POST", "/v1/instances/m1/lookup", {"keys": keys, "lease_ms": rng.choice([0, 1000])}),
         ("POST", "/v1/instances/m1/lookup", {"keys": keys, "mode": "each", "limit": rng.randrange(4)}),
         ("POST", "/v1/instances/m1/writes", {**ME, "keys": keys, "ttl_ms": rng.choice([0, 5000])}),
+        ("POST", "/v1/instances/m1/writes", {
+            **ME, "keys": KEYS[:2], "tokens": [[*range(16)], b"\x01" * 17], "lora": "a", "salt": "s",
+        }),
+        ("POST", "/v1/instances/m1/route", {"keys": keys, "top_k": rng.randrange(3)}),
+        ("POST", "/v1/instances/m1/route", {"token_ids": [7] * 40, "salt": "s"}),
+        ("POST", "/v1/instances/m1/restate", {}),
+        ("POST", "/v1/engines/e1/cache", {
+            **INCARNATION, "number": rng.randrange(9), "base": rng.choice([None, 0, 3]),
+            "stored": [{"tier": "gpu", "hashes": [2**40 + start], "token_ids": [1] * 16, "parent": 2**41}],
+            "removed": [{"tier": "cpu", "hashes": bytes(16)}],
+        }),
         ("POST", "/v1/instances/m1/remove", {"keys": keys, "engine": "e1", "request_id": "r"}),
         ("POST", f"/v1/writes/{session}/finish", {
             **ME, "locations": [*range(64, 64 + rows)], "generations": bytes([1, 0, 0, 0]) * rows,
@@ -37,6 +49,9 @@ def valid_requests(rng: Random) -> list[tuple[str, str, dict[str, Any]]]:
         ("POST", f"/v1/leases/{lease}/renew", {"ttl_ms": 500, "also": ["r-0-1-1", "r-0-1-2"]}),
         ("POST", f"/v1/leases/{lease}/release", {"also": ["r-0-1-3"]}),
         ("PUT", "/v1/engines/e2", {"incarnation": "x", "instance": "m1", "rank": 1}),
+        ("PUT", "/v1/engines/e3", {
+            "incarnation": "x", "instance": "m1", "endpoints": {"node": "n1", "address": "10.0.0.1:8000"},
+        }),
         ("POST", "/v1/engines/e1/heartbeat", {"incarnation": "i1"}),
         ("PUT", "/v1/workers/w2", {"incarnation": "x", "storages": ["s1"]}),
         ("POST", "/v1/workers/w1/heartbeat", dict(WORKER)),
