@@ -30,7 +30,8 @@ class ReportOutcome(StrEnum):
 
     `taken`: it counts. `held`: its parent is not known yet; it counts as soon as that is reported. All
     others were left out: `tier` is none that an engine has, `hashes` are empty, twice in the item, below
-    2**32 or their own parent, `tokens` are no block size for each hash.
+    2**32 or their own parent, `tokens` are no block size for each hash, and `full`: this replica knows as
+    many blocks as it may.
     """
 
     taken = "taken"
@@ -38,6 +39,7 @@ class ReportOutcome(StrEnum):
     tier = "tier"
     hashes = "hashes"
     tokens = "tokens"
+    full = "full"
 
 
 # ---------------------------------------------------------------- route
