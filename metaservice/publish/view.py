@@ -1,13 +1,13 @@
 """What the parts of the publisher process see of it: attachments, ingest, and whoever else is handed in."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 from msgspec import Raw
 
-from metaservice.core.windows import Gone, Run, Window
+from metaservice.core.windows import Run, Window
 
 from .emitters.port import Emitter, Stream
 from .feed import EngineUp, InstanceUp
@@ -90,8 +90,13 @@ class View(Protocol):
         what comes meanwhile may be in it or not, what goes meanwhile too."""
         ...
 
-    def gone(self, channel: int) -> Iterable[Gone]:
-        """What is not announced there any more, lately."""
+    def snapshot(self, channel: int) -> Iterator[Sequence[Raw]]:
+        """A stream's state from nothing (`Emitter.snapshot`). May be gone through bit by bit, as `runs`."""
+        ...
+
+    def withdrawal(self, channel: int) -> Iterator[Sequence[Raw]]:
+        """Everything that is announced on a stream, told as removed. May be gone through bit by bit, as
+        `runs`."""
         ...
 
     def restate(self, shard: int, instance: str, why: str) -> None:
