@@ -57,8 +57,8 @@ def test_the_batch_is_whole_milliseconds_events_and_rank() -> None:
         ("mooncake", ["{}_0_k", "{}_0_v"]),
         ("mooncake:tp=2", ["{}_0_k", "{}_0_v", "{}_1_k", "{}_1_v"]),
         ("mooncake:tp=0", ["{}__k"]),
-        ("mooncake:tp=1,tag=pool", ["pool_{}_0_k", "pool_{}_0_v"]),
-        ("mooncake:tag=pool,tp=0", ["pool_{}__k"]),
+        ("mooncake:tp=1,prefix=pool", ["pool_{}_0_k", "pool_{}_0_v"]),
+        ("mooncake:prefix=pool,tp=0", ["pool_{}__k"]),
     ],
 )
 def test_a_page_is_these_objects(name: str, objects_of_a_page: list[str]) -> None:

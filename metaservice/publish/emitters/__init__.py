@@ -14,7 +14,8 @@ NAMES = ("vllm", "array", "mooncake")
 def make(name: str) -> Emitter:
     """A new emitter of this dialect. ValueError when there is none of the name, or not with these options.
 
-    Only `mooncake` has options: `mooncake:tp=4,tag=pool` for keys of 4 ranks under a tag, `tp=0` for MLA.
+    Only `mooncake` has options: `mooncake:tp=4,prefix=pool_org-model` for keys of 4 ranks with this prefix,
+    `tp=0` for MLA.
     """
     dialect, _, rest = name.partition(":")
     options = dict(option.partition("=")[::2] for option in rest.split(",") if option)
@@ -23,8 +24,7 @@ def make(name: str) -> Emitter:
             return VllmEmitter()
         case "array" if not options:
             return ArrayEmitter()
-        case "mooncake" if options.keys() <= {"tp", "tag"} and options.get("tp", "1").isdecimal():
-            return MooncakeEmitter(int(options.get("tp", "1")), options.get("tag", ""))
-    raise ValueError(
-        f"there is no emitter {name!r}, only {', '.join(NAMES)} (and mooncake:tp=<ranks>,tag=<tag>)"
-    )
+        case "mooncake" if options.keys() <= {"tp", "prefix"} and options.get("tp", "1").isdecimal():
+            return MooncakeEmitter(int(options.get("tp", "1")), options.get("prefix", ""))
+    known = f"{', '.join(NAMES)} (mooncake also with :tp=<ranks>,prefix=<text>)"
+    raise ValueError(f"there is no emitter {name!r}, only {known}")

@@ -31,14 +31,15 @@ class ObjectEvent(Struct, frozen=True):
 
 
 class MooncakeEmitter(WindowEmitter):
-    """`tensor_parallel` is how many ranks write a block, 0 for a model with MLA. `tag` is what SGLang was
-    told to put before its keys, "" for nothing."""
+    """`tensor_parallel` is how many ranks write a block, 0 for a model with MLA. `prefix` is what SGLang puts
+    before its keys: the backend's tag and the served model's name ("-" for "/"), joined by "_"; "" for nothing.
+    """
 
     name = "mooncake"
 
-    def __init__(self, tensor_parallel: int = 1, tag: str = "") -> None:
+    def __init__(self, tensor_parallel: int = 1, prefix: str = "") -> None:
         super().__init__()
-        self._before = f"{tag}_" if tag else ""
+        self._before = f"{prefix}_" if prefix else ""
         self._after = tuple(f"_{rank}_{half}" for rank in range(tensor_parallel) for half in "kv") or ("__k",)
 
     def payload(self, stream: Stream, events: Sequence[Raw], now_ms: int) -> bytes:
