@@ -280,6 +280,8 @@ def published(state: State, memory: Memory, instance: Instance) -> None:
     """An instance is announced from now on, in another way, or no more."""
     if instance.publication is None and instance.announced:
         index = state.index
-        withdraw(state, memory, [slot for slot in instance.primary.slots.values() if index.announced[slot]])
+        withdraw(
+            state, memory, sorted(slot for slot in instance.primary.slots.values() if index.announced[slot])
+        )
     memory.telling.look_again()
     memory.telling.shrink(instance)

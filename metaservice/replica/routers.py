@@ -33,6 +33,8 @@ SLOTS_PER_STEP = 4_096
 BACKLOG_BYTES = 4 * 1024 * 1024
 """The publisher is not told more of what stands while it has so much to read."""
 PAUSE_S = 0.01
+FOR_EVER_S = 1e12
+"""A lease that never ends, for a page of whole milliseconds."""
 _MEMBERSHIP = {
     CatalogueTaken, EngineRegistered, InstanceGone, InstancePut, InstanceRetired, MemberExpired, MemberLeft,
 }  # fmt: skip
@@ -192,7 +194,7 @@ class _Feed:
 
     def leading(self, epoch: int, until_s: float) -> None:
         """The fence first: what is told after it is sent only while it holds."""
-        self._publisher.fence(self.shard.number, epoch, until_s)
+        self._publisher.fence(self.shard.number, epoch, min(until_s, FOR_EVER_S))
         leads = epoch if until_s else 0
         if leads != self._epoch:
             if not leads:
