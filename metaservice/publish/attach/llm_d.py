@@ -5,9 +5,9 @@ what its streams say, under a topic of its own. It asks for no replays in this m
 missed (it was started anew, or took too long) is told again by the leader.
 """
 
-import asyncio
 import struct
 from collections import Counter
+from collections.abc import Sequence
 
 import zmq
 
@@ -16,6 +16,7 @@ from metaservice.publish.attach.names import pod_topic
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.feed import EngineUp
+from metaservice.publish.sockets import Watched
 from metaservice.publish.view import View
 from metaservice.wire.schemas_events import AttachmentView, StreamView
 
@@ -32,7 +33,7 @@ class Link:
     def __init__(self, view: View, endpoint: str, queue: int) -> None:
         self._view = view
         self._queue = queue
-        self._socket: zmq.Socket[bytes] | None = None
+        self._watched: Watched | None = None
         self.endpoint = endpoint
         self.topics = 0
         """Subscriptions that it holds now."""
@@ -45,7 +46,7 @@ class Link:
 
     def open(self) -> None:
         """Connect. It need not be there."""
-        socket = zmq.Socket(self._view.context, zmq.XPUB)
+        socket: zmq.Socket[bytes] = zmq.Context.socket(self._view.context, zmq.XPUB, socket_class=zmq.Socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, self._queue)
         socket.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -54,24 +55,22 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.connect(self.endpoint)
-        self._socket = socket
-        asyncio.get_running_loop().add_reader(int(socket.get(zmq.FD)), self.look)
+        self._watched = Watched(socket, self._heard)
 
     def close(self) -> None:
         """Disconnect; what is queued is dropped, since somebody else sends now."""
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(int(self._socket.get(zmq.FD)))
-            self._socket.close()
-            self._socket = None
+        if self._watched is not None:
+            self._watched.close()
+            self._watched = None
         self.topics = 0
         self.joined = self.behind = False
 
     def send(self, topic: bytes, number: int, payload: bytes) -> None:
         """Queue one batch; one that does not fit is dropped and counted."""
-        if self._socket is None:
+        if self._watched is None:
             return
         try:
-            self._socket.send_multipart((topic, _SEQ.pack(number), payload), zmq.NOBLOCK)
+            self._watched.socket.send_multipart((topic, _SEQ.pack(number), payload), zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += 1
             self.behind = True
@@ -79,14 +78,13 @@ class Link:
             self.sent += 1
             if self.behind:
                 self.behind, self.joined = False, True
+        self._watched.look()
 
-    def look(self) -> None:
-        """Read subscriptions. To be called after sends too: the descriptor tells of a change only once."""
-        socket = self._socket
-        while socket is not None and int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            message = socket.recv(zmq.NOBLOCK)
-            self.topics = max(0, self.topics + (1 if message[:1] == b"\x01" else -1))
-            self.joined = self.joined or message[:1] == b"\x01"
+    def _heard(self, message: Sequence[bytes]) -> None:
+        """A subscription, or the end of one."""
+        begins = message[0][:1] == b"\x01"
+        self.topics = max(0, self.topics + (1 if begins else -1))
+        self.joined = self.joined or begins
 
 
 class LlmD:
@@ -226,7 +224,6 @@ class LlmD:
         for link in self._links:
             if self._view.may_send(engine.shard):
                 link.send(topic, number, payload)
-            link.look()
 
     def _farewell(self, engine: EngineUp) -> None:
         """What a pod that is gone had of us is taken back. Not all of its blocks: those in its own memory are
