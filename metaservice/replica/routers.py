@@ -33,7 +33,7 @@ SLOTS_PER_STEP = 4_096
 BACKLOG_BYTES = 4 * 1024 * 1024
 """The publisher is not told more of what stands while it has so much to read."""
 PAUSE_S = 0.01
-FOR_EVER_S = 1e12
+FOR_EVER_S = 1e9
 """A lease that never ends, for a page of whole milliseconds."""
 _MEMBERSHIP = {
     CatalogueTaken, EngineRegistered, InstanceGone, InstancePut, InstanceRetired, MemberExpired, MemberLeft,
