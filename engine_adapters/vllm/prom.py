@@ -51,6 +51,13 @@ COUNTERS = {
     "registrations": "registrations of this engine",
     "registrations_lost": "registrations that the service no longer knew",
     "switch_changes": "changes of the switch heard of",
+    "pool_events": "events of the service's made ready for vLLM to publish (pool_events)",
+    "pool_event_blocks": "blocks that they name",
+    "pool_events_invalid": "events and batches that were not what they should be",
+    "pool_event_gaps": "times that batches were missing",
+    "pool_event_replays": "replays asked for",
+    "pool_event_resyncs": "times that all that is announced was asked for",
+    "pool_event_pauses": "times that following paused, for an engine that takes no steps",
     **{name: text for name, text in WORKERS.items() if not name.endswith("_max")},
 }
 """What the scheduler's side, the broker and the workers count. Of a name that ends in `_*` the `*` is told as
