@@ -24,6 +24,7 @@ def test_row_02_events_are_arrays_for_who_cannot_read_maps() -> None:
     assert isinstance(ts, float) and isinstance(rank, int)
     assert events == [
         ["BlockRemoved", CHAIN.hashes[3:], "EXTERNAL"],
+        ["BlockRemoved", CHAIN.hashes[1:3], "EXTERNAL"],
         ["BlockStored", CHAIN.hashes[1:3], CHAIN.hashes[0], IDS[4:12], 4, None, "EXTERNAL"],
     ]
 
@@ -41,28 +42,28 @@ def test_row_02_both_dialects_say_the_same() -> None:
     long = Chain(prompt(10_000, 150))
     said = window(stored=[long.run(), CHAIN.run()], restated=[CHAIN.run()], removed=[long.gone()])
     maps, arrays = (list(decoded(make(name).batch(stream(), said))) for name in ("vllm", "array"))
-    assert len(maps) == 9
+    assert len(maps) == 13
     assert maps == arrays
 
 
 def test_row_21_an_array_ends_where_dialects_begin_to_differ() -> None:
     """vLLM has the adapter's name at place 7, SGLang once had something else there: nothing of ours is."""
     _, events, _ = batch(window(stored=[CHAIN.run()], removed=[CHAIN.gone()]))
-    assert [len(event) for event in events] == [3, 7]
+    assert [len(event) for event in events] == [3, 3, 7]
 
 
 def test_row_20_a_salted_block_is_not_told_to_who_knows_no_salt() -> None:
     emitter = make("array")
     said = window(stored=[Chain(IDS, salt="a").run(), CHAIN.run()], restated=[Chain(IDS, salt="b").run()])
     events = decode(emitter.batch(stream(), said))[1]
-    assert [event[1] for event in events] == [CHAIN.hashes]
+    assert [event[1] for event in events] == [CHAIN.hashes] * 2
     assert emitter.invalid == {"salt": 8}
 
 
 def test_row_19_nor_is_an_adapters() -> None:
     emitter = make("array")
     said = window(stored=[Chain(IDS, lora="a").run(), CHAIN.run()])
-    assert len(decode(emitter.batch(stream(), said))[1]) == 1
+    assert len(decode(emitter.batch(stream(), said))[1]) == 2
     assert decode(emitter.batch(stream(lora="b"), said))[1] == []
     assert emitter.invalid == {"adapter": 12}
 

@@ -23,11 +23,17 @@ def events(of: Window, **changes: Any) -> list[dict[str, Any]]:
     return told
 
 
+def stored(of: Window, **changes: Any) -> list[dict[str, Any]]:
+    """Of these, what says that something is stored."""
+    return [event for event in events(of, **changes) if event["type"] == "BlockStored"]
+
+
 # ---------------------------------------------------------------- the maps
 
 
-def test_a_stored_run_is_exactly_this_map() -> None:
+def test_a_stored_run_is_exactly_these_maps() -> None:
     assert events(window(stored=[CHAIN.run(1, 3)])) == [
+        {"type": "BlockRemoved", "block_hashes": CHAIN.hashes[1:3], "medium": "EXTERNAL"},
         {
             "type": "BlockStored",
             "block_hashes": CHAIN.hashes[1:3],
@@ -37,12 +43,12 @@ def test_a_stored_run_is_exactly_this_map() -> None:
             "lora_id": None,
             "medium": "EXTERNAL",
             "lora_name": None,
-        }
+        },
     ]
 
 
 def test_the_first_blocks_parent_is_nil_and_the_tag_comes_first() -> None:
-    [event] = events(window(stored=[CHAIN.run()]))
+    [event] = stored(window(stored=[CHAIN.run()]))
     assert event["parent_block_hash"] is None
     assert next(iter(event)) == "type"
 
@@ -53,7 +59,7 @@ def test_a_removal_is_exactly_this_map() -> None:
 
 
 def test_sglangs_keys_are_named_by_their_heads() -> None:
-    [event] = events(window(stored=[CHAIN.run(0, 1)]), hash_of="head64")
+    [event] = stored(window(stored=[CHAIN.run(0, 1)]), hash_of="head64")
     assert event["block_hashes"] == [int.from_bytes(CHAIN.keys[0][:8], "big")]
 
 
@@ -93,12 +99,13 @@ def test_removed_comes_first_then_again_then_restated_then_stored() -> None:
         ("BlockStored", CHAIN.hashes[:2]),
         ("BlockRemoved", CHAIN.hashes[2:]),
         ("BlockStored", CHAIN.hashes[2:]),
+        ("BlockRemoved", other.hashes[:1]),
         ("BlockStored", other.hashes[:1]),
     ]
 
 
 def test_a_long_run_is_several_events_that_hang_together() -> None:
-    told = events(window(stored=[LONG.run()]))
+    told = stored(window(stored=[LONG.run()]))
     assert [len(event["block_hashes"]) for event in told] == [64, 64, 22]
     assert [event["parent_block_hash"] for event in told] == [None, LONG.hashes[63], LONG.hashes[127]]
     assert flat(event["token_ids"] for event in told) == LONG.ids
@@ -109,9 +116,12 @@ def test_a_long_removal_is_several_events() -> None:
     assert [len(event["block_hashes"]) for event in told] == [64, 64, 22]
 
 
-def test_a_long_restated_run_is_told_span_by_span() -> None:
-    """Removed and stored of the same blocks stand side by side, so that no payload need hold more."""
-    told = events(window(restated=[LONG.run()]))
+@pytest.mark.parametrize(
+    "of", [window(stored=[LONG.run()]), window(restated=[LONG.run()])], ids=["new", "old"]
+)
+def test_a_long_run_is_told_as_removed_and_stored_span_by_span(of: Window) -> None:
+    """The two stand side by side, so that no payload need hold more than one span."""
+    told = events(of)
     assert [event["type"] for event in told] == ["BlockRemoved", "BlockStored"] * 3
     assert told[2]["block_hashes"] == told[3]["block_hashes"] == LONG.hashes[64:128]
 
@@ -123,27 +133,27 @@ def test_a_long_restated_run_is_told_span_by_span() -> None:
     ("of_run", "of_stream", "told"), [("", "", None), ("a", "", "a"), ("", "b", "b"), ("a", "b", "a")]
 )
 def test_row_19_an_adapter_is_told_by_its_name(of_run: str, of_stream: str, told: str | None) -> None:
-    [event] = events(window(stored=[CHAIN.run(lora=of_run)]), lora=of_stream)
+    [event] = stored(window(stored=[CHAIN.run(lora=of_run)]), lora=of_stream)
     assert event["lora_name"] == told
     assert event["lora_id"] is None
     assert "extra_keys" not in event
 
 
 def test_row_20_each_event_has_the_salt_and_the_prompts_first_has_it_for_llmd_too() -> None:
-    told = events(window(stored=[Chain(LONG.ids, salt="tenant-a").run()]))
+    told = stored(window(stored=[Chain(LONG.ids, salt="tenant-a").run()]))
     assert [event["cache_salt"] for event in told] == ["tenant-a"] * 3
     assert told[0]["extra_keys"] == [["tenant-a"], *[None] * 63]
     assert "extra_keys" not in told[1] and "extra_keys" not in told[2]
 
 
 def test_row_20_what_begins_within_a_prompt_has_no_extra_keys() -> None:
-    [event] = events(window(stored=[Chain(IDS, salt="tenant-a").run(1)]))
+    [event] = stored(window(stored=[Chain(IDS, salt="tenant-a").run(1)]))
     assert event["cache_salt"] == "tenant-a"
     assert "extra_keys" not in event
 
 
 def test_row_20_an_unsalted_block_has_neither() -> None:
-    [event] = events(window(stored=[CHAIN.run()]))
+    [event] = stored(window(stored=[CHAIN.run()]))
     assert not {"cache_salt", "extra_keys"} & set(event)
 
 
@@ -154,7 +164,7 @@ def test_row_20_an_unsalted_block_has_neither() -> None:
 def test_row_20_a_salt_that_dynamo_marked_is_told_as_its_router_knows_it(engines: str, routers: str) -> None:
     """Its workers put the mark before a request's salt; the block is hashed with it, the query comes
     without."""
-    [event] = events(window(stored=[Chain(IDS, salt=engines).run()]))
+    [event] = stored(window(stored=[Chain(IDS, salt=engines).run()]))
     assert event["cache_salt"] == routers
     assert event["extra_keys"] == [[engines], None, None, None]
 
@@ -184,7 +194,7 @@ def test_whoever_builds_it_a_window_has_the_same_bytes(name: str) -> None:
 def test_streams_that_differ_in_rank_or_topic_share_the_encoded_events() -> None:
     emitter, told = make("vllm"), full()
     first = emitter.events(stream(), told)
-    assert len(first) == 6
+    assert len(first) == 9
     assert emitter.events(stream(rank=1, topic=b"another", channel=9), told) is first
 
 
@@ -232,7 +242,7 @@ def test_pieces_of_a_snapshot_may_share_a_payload(name: str) -> None:
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4), min_size=1, max_size=70))
 def test_ids_of_any_width_arrive_as_they_were(blocks: list[list[int]]) -> None:
     ids = flat(blocks)
-    told = events(window(stored=[Chain(ids).run()]))
+    told = stored(window(stored=[Chain(ids).run()]))
     assert flat(event["token_ids"] for event in told) == ids
     assert all(len(event["block_hashes"]) <= EVENT_BLOCKS_MAX for event in told)
 

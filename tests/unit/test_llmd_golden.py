@@ -91,11 +91,13 @@ def test_the_frames_themselves() -> None:
     payload = make("vllm").batch(POD, window(stored=[chain.run()], removed=[chain.gone(0, 1, medium=CPU)]))
     assert frames(POD, 2**20, payload)[:2] == (b"kv@10.0.0.1:8000@m", bytes.fromhex("0000000000100000"))
     assert payload.hex() == (
-        "93cb41da4ae2401000009283a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cf"
-        "9492a2669b49b960a66d656469756da343505588a474797065ab426c6f636b53746f726564ac626c6f636b5f68"
-        "617368657392cf9492a2669b49b960cf17149bca0ca857dbb1706172656e745f626c6f636b5f68617368c0a974"
-        "6f6b656e5f696473986465666768ce00011170ceffffffff00aa626c6f636b5f73697a6504a76c6f72615f6964"
-        "c0a66d656469756da845585445524e414ca96c6f72615f6e616d65c000"
+        "93cb41da4ae2401000009383a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391cf"
+        "9492a2669b49b960a66d656469756da343505583a474797065ac426c6f636b52656d6f766564ac626c6f636b5f"
+        "68617368657392cf9492a2669b49b960cf17149bca0ca857dba66d656469756da845585445524e414c88a47479"
+        "7065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cf9492a2669b49b960cf17149bca0ca857"
+        "dbb1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473986465666768ce00011170ceffffff"
+        "ff00aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da845585445524e414ca96c6f72615f"
+        "6e616d65c000"
     )
 
 
@@ -277,7 +279,7 @@ def test_row_28_one_bad_event_spoils_its_batch(events: list[object]) -> None:
 def test_row_17_a_group_that_is_not_the_main_one_makes_no_key() -> None:
     """An engine's own stream may tell of one. Ours names no group at all, and what is announced is the main
     group's."""
-    ts, [event], rank = decode(make("vllm").batch(POD, window(stored=[Chain(IDS).run()])))
+    ts, [_, event], rank = decode(make("vllm").batch(POD, window(stored=[Chain(IDS).run()])))
     llmd = index()
     windowed = event | {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     llmd.receive(frames(POD, 1, msgspec.msgpack.encode([ts, [windowed], rank])))

@@ -100,10 +100,19 @@ def test_row_10_restated_blocks_are_gone_after_one_removal(repeats: int) -> None
 def test_row_10_a_plain_repeat_would_have_to_be_removed_twice() -> None:
     """So the judge counts, and what we do is needed."""
     llmd, publisher, chain = index(), Publisher(pod(1)), Chain(IDS)
-    llmd.receive(publisher.send(stored=[chain.run()]))
-    llmd.receive(publisher.send(stored=[chain.run()]))
+    for _ in range(2):
+        llmd.receive(engine_events(pod(1), on_gpu(chain) | {"medium": "EXTERNAL"}))
     llmd.receive(publisher.send(removed=[chain.gone()]))
     assert llmd.scores("m", IDS) == {name(1): 1.0}
+
+
+def test_row_10_a_block_stored_again_after_a_removal_that_was_missed_counts_once() -> None:
+    llmd, publisher, chain = index(), Publisher(pod(1)), Chain(IDS)
+    llmd.receive(publisher.send(stored=[chain.run()]))
+    publisher.send(removed=[chain.gone()])
+    llmd.receive(publisher.send(stored=[chain.run()]))
+    llmd.receive(publisher.send(removed=[chain.gone()]))
+    assert llmd.scores("m", IDS) == {}
 
 
 def test_row_12_what_an_engines_clearing_wiped_is_told_again() -> None:
@@ -288,6 +297,7 @@ def test_row_13_without_replay_one_rotation_makes_every_loss_good(steps: list[St
         message = publisher.send(**announced.step(what, CHAINS[which], count))
         if not lost:
             llmd.receive(message)
+        assert set(llmd.references.values()) <= {1}
     llmd.receive(publisher.send(**announced.all()))
     assert scores(llmd) == announced.scores()
     assert set(llmd.references.values()) <= {1}

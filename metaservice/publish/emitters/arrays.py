@@ -23,10 +23,6 @@ class ArrayEmitter(EngineEmitter):
         if self._alone(stream, run):
             yield from super().stored(stream, run)
 
-    def restated(self, stream: Stream, run: Run) -> Iterator[Events]:
-        if self._alone(stream, run):
-            yield from super().restated(stream, run)
-
     def stored_event(self, stream: Stream, span: Span) -> object:
         return (
             "BlockStored",

@@ -52,7 +52,7 @@ class WindowEmitter(ABC):
                     yield self._encoded(events)
         for run in runs:
             if (run.instance, run.node) == place:
-                for events in self.restated(stream, run):
+                for events in self.stored(stream, run):
                     yield self._encoded(events)
 
     def batch(self, stream: Stream, window: Window) -> bytes:
@@ -63,11 +63,8 @@ class WindowEmitter(ABC):
 
     @abstractmethod
     def stored(self, stream: Stream, run: Run) -> Iterator[Events]:
-        """The events for blocks that are new, in pieces of at most EVENT_BLOCKS_MAX blocks."""
-
-    @abstractmethod
-    def restated(self, stream: Stream, run: Run) -> Iterator[Events]:
-        """Those for blocks of which nobody knows any more who heard of them, in such pieces."""
+        """The events after which whoever hears them has these blocks exactly once, whatever it heard or
+        missed before; in pieces of at most EVENT_BLOCKS_MAX blocks."""
 
     @abstractmethod
     def removed(self, stream: Stream, gone: Gone) -> Iterator[Events]:
@@ -77,10 +74,7 @@ class WindowEmitter(ABC):
         for gone in (*part.removed, *part.again):
             for events in self.removed(stream, gone):
                 yield from self._encoded(events)
-        for run in part.restated:
-            for events in self.restated(stream, run):
-                yield from self._encoded(events)
-        for run in part.stored:
+        for run in (*part.restated, *part.stored):
             for events in self.stored(stream, run):
                 yield from self._encoded(events)
 
@@ -89,7 +83,12 @@ class WindowEmitter(ABC):
 
 
 class EngineEmitter(WindowEmitter):
-    """A dialect that names blocks as their engine does, with one event for the blocks of a span."""
+    """A dialect that names blocks as their engine does, with one event for the blocks of a span.
+
+    Some consumers count how often a block was stored, and want as many removals. So what is stored is told as
+    removed first, also where it is new: one that missed a removal a while ago would count two from then on,
+    and be left with a block that is not there after the next.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,10 +103,6 @@ class EngineEmitter(WindowEmitter):
         """That these blocks are there no longer."""
 
     def stored(self, stream: Stream, run: Run) -> Iterator[Events]:
-        for span in self.checks.spans(stream, run):
-            yield (self.stored_event(stream, span),)
-
-    def restated(self, stream: Stream, run: Run) -> Iterator[Events]:
         for span in self.checks.spans(stream, run):
             yield self.removed_event(span.hashes, run.medium), self.stored_event(stream, span)
 

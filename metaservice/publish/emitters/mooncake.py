@@ -6,7 +6,7 @@ the SHA-256 that SGLang makes of a page and all before it. So only blocks that a
 other would fill its table (a million keys, then it forgets all) and never be asked for.
 
 It takes a missed message for a reason to forget everything and asks for no replay, so restating heals it. It
-counts no duplicates: what is restated is told as stored.
+does not count: what is stored is told as that alone, however often.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,8 @@ class ObjectEvent(Struct, frozen=True):
 
 class MooncakeEmitter(WindowEmitter):
     """`tensor_parallel` is how many ranks write a block, 0 for a model with MLA. `prefix` is what SGLang puts
-    before its keys: the backend's tag and the served model's name ("-" for "/"), joined by "_"; "" for nothing.
+    before its keys: the backend's tag and the served model's name ("-" for "/"), joined by "_"; "" for
+    nothing.
     """
 
     name = "mooncake"
@@ -50,9 +51,6 @@ class MooncakeEmitter(WindowEmitter):
             return
         good = self._pages(stream, run)
         yield from self._pieces("stored", run.keys[: good * run.key_length], run.key_length)
-
-    def restated(self, stream: Stream, run: Run) -> Iterator[Events]:
-        return self.stored(stream, run)
 
     def removed(self, stream: Stream, gone: Gone) -> Iterator[Events]:
         if gone.medium != EXTERNAL:

@@ -55,15 +55,16 @@ class Emitter(Protocol):
         ...
 
     def events(self, stream: Stream, window: Window) -> Sequence[Raw]:
-        """The encoded events of this window that are the stream's: removed, again, restated, stored. Streams
-        that differ only in channel, rank or topic get the very same objects."""
+        """The encoded events of this window that are the stream's: removed, again, restated, stored. The last
+        two leave whoever hears them with exactly one of each block, whatever it missed before: where a
+        consumer counts, they are told as removed and stored. Streams that differ only in channel, rank or
+        topic get the very same objects."""
         ...
 
     def snapshot(self, stream: Stream, runs: Iterable[Run], gone: Iterable[Gone]) -> Iterator[Sequence[Raw]]:
-        """The stream's state from nothing: what is gone as removed, then each of `runs` as removed and
-        stored, which leaves a consumer with exactly one of each whatever it knew before. Runs and gones of
-        other streams are passed over; `runs` come parents first. Each item is the events of at most
-        EVENT_BLOCKS_MAX blocks that belong in one payload; items may be put in one payload together."""
+        """The stream's state from nothing: what is gone as removed, then each of `runs` as in `events`. Runs
+        and gones of other streams are passed over; `runs` come parents first. Each item is the events of at
+        most EVENT_BLOCKS_MAX blocks that belong in one payload; items may be put in one payload together."""
         ...
 
     def payload(self, stream: Stream, events: Sequence[Raw], now_ms: int) -> bytes:
