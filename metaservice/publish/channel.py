@@ -16,6 +16,11 @@ END: Final = b"\xff" * 8
 """The sequence number that ends a replay; on a stream it has every consumer forget how far it was."""
 COPY_BYTES_MAX = 64 * 1024
 """A longer payload is handed over as it is; a shorter one is copied sooner than that is arranged."""
+NUMBER_FIRST: Final = 1 << 20
+"""Of the first window of a shard's history."""
+YOUNG_WINDOWS: Final = 600
+"""A history that is so short may follow one that was lost, of which consumers remember higher numbers. There
+is a window each second at least."""
 SUBSCRIPTIONS_MAX = 10_000
 """A peer that subscribes more often to one stream wants to fill our memory: the socket is made anew."""
 
@@ -66,6 +71,8 @@ class Channel:
         """When."""
         self.end_due = False
         """Consumers have to forget how far they were before the next batch."""
+        self.young_until = NUMBER_FIRST + YOUNG_WINDOWS
+        """Whoever joins before this window has to forget too."""
         self.subscribers = 0
         self.counts: Counter[str] = Counter(sent_bytes=0, malformed=0, floods=0)
         self.trouble = ""
@@ -129,6 +136,13 @@ class Channel:
         return Watched(socket, on_message)
 
     # ------------------------------------------------------------ what goes through
+
+    def forget_from(self, number: int) -> None:
+        """Another history begins here, after window `number`: consumers have to forget the one before, also
+        those that come back in a while."""
+        self.end_due = True
+        self.number = -1
+        self.young_until = number + YOUNG_WINDOWS
 
     def forgets(self, number: int) -> bool:
         """Whether consumers have to forget how far they were before this batch, which they would take for

@@ -56,8 +56,7 @@ class Segment:
                 return True
             item = next(self._items, None)
             if item is None:
-                self._close_piece()
-                self.complete = True
+                self._finish()
                 return True
             self._gathered += item
             self._gathered_bytes += sum(memoryview(event).nbytes for event in item)
@@ -65,10 +64,17 @@ class Segment:
                 self._close_piece()
             if self.size_bytes + self._gathered_bytes > bytes_max:
                 self._items = iter(())
-                self._close_piece()
-                self.complete = True
+                self._finish()
                 return False
         return True
+
+    def _finish(self) -> None:
+        self._close_piece()
+        if len(self.pieces) == 1 and self.pieces_max > 1:
+            # The first has the number that was asked for and the last that of the window: some consumers take
+            # a replay that begins later for one that is not complete.
+            self.pieces.append(self._payload(()))
+        self.complete = True
 
     def _close_piece(self) -> None:
         if self._gathered or not self.pieces:

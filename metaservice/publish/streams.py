@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import zmq
 
@@ -22,11 +22,6 @@ from .settings import PublishConfig
 from .spelling import Speller
 from .view import Curve
 
-NUMBER_FIRST: Final = 1 << 20
-"""Of the first window of a shard's history."""
-YOUNG_WINDOWS: Final = 600
-"""A history that is so short may follow one that was lost, of which consumers remember higher numbers: they
-are told to forget them when they join."""
 BURST_MAX = 64
 """Windows sent in one go when several are due."""
 BEAT_S = 0.05
@@ -118,7 +113,7 @@ class Streams:
                 "consumers are told to forget theirs",
             )
             for channel in self._channels(shard):
-                channel.end_due = True
+                channel.forget_from(number)
         state.number = number
         state.stands = state.leads = False
         state.ring.clear()
@@ -256,11 +251,11 @@ class Streams:
             self._replan()
         self.counts["lapses"] += sum(self.shards[shard].leads for shard in self._serving - serving)
         for shard, channels in self._by_shard.items():
-            stands, serves = self.stands(shard), shard in serving
+            state, serves = self._shard(shard), shard in serving
             for channel in channels:
-                if stands:
+                if state.stands:
                     channel.settle(serves, serves or not self._config.shared_address)
-                else:
+                elif not self._fence.holds(shard, state.epoch, self._now_s()):
                     channel.mute()
                 self._complain(channel)
         changed = serving ^ self._serving
@@ -312,8 +307,7 @@ class Streams:
             return
         self._close(number)
         after = self.channels[number] = self._new_channel(wish)
-        after.number = channel.number
-        after.end_due = True
+        after.forget_from(self._shard(wish.shard).number)
 
     def _close(self, number: int) -> None:
         channel = self.channels.pop(number)
@@ -348,7 +342,7 @@ class Streams:
         """Somebody subscribed: with the next batch it sees what it missed."""
         shard = channel.plan.shard
         state = self._shard(shard)
-        if state.number - NUMBER_FIRST < YOUNG_WINDOWS:
+        if state.number < channel.young_until:
             channel.end_due = True
             self.counts["resets"] += 1
         now_s = self._now_s()
