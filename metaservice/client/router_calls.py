@@ -144,7 +144,8 @@ class Report(Call[ReportResult]):
         reply = decoded(_report, body)
         if reply.want not in _WANTS:
             raise lying("report: it wants what there is not")
-        if len(reply.stored) != len(self.stored) or len(reply.removed) != len(self.removed):
+        expected = (0, 0) if reply.want else (len(self.stored), len(self.removed))
+        if (len(reply.stored), len(reply.removed)) != expected:
             raise lying("report: the answer to another one")
         return ReportResult(
             stored=reply.stored,

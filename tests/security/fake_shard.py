@@ -7,10 +7,13 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from metaservice.core import commands, replies, views
 from metaservice.core.model import Fingerprint, Limits, Part, Publication, Quota, SwitchMode
 from metaservice.core.rejections import Rejection
 from metaservice.replica.errors import NotLeader, ShardUnavailable
+from metaservice.wire.schemas_cluster import ClusterMember, ClusterReply, ClusterShard
 
 KEY = b"k" * 16
 PARTS = (Part("tp0", 1024),)
@@ -238,7 +241,19 @@ class FakeReplica:
         return {}
 
     def cluster_status(self) -> dict[str, Any]:
-        return {"replica": self.id, "url": self.url, "ready": self.ready}
+        members = [ClusterMember(replica=id, url=url, ready=True) for id, url in self.fleet.urls.items()]
+        shards = [
+            ClusterShard(
+                shard=number, role="leader" if self.leads(number) else "follower", status="", reason="",
+                ready=self.ready, leader=leader, leader_url=self.leader_url(number), epoch=1, seq=1,
+            )
+            for number, leader in self.fleet.leaders.items()
+        ]  # fmt: skip
+        told = ClusterReply(
+            replica=self.id, url=self.url, cluster=self.cluster, status=self.status, reason=self.reason,
+            ready=self.ready, members=members, shards=shards,
+        )  # fmt: skip
+        return dict(msgspec.to_builtins(told))
 
 
 def found(command: commands.Lookup) -> replies.Looked:
