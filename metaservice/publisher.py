@@ -28,6 +28,8 @@ from metaservice.publish.settings import PublishRefused
 log = logging.getLogger("metaservice.publisher")
 
 NICENESS = 5
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
 PR_SET_PDEATHSIG = 1
 COLLECT_EVERY = (50_000, 20, 100)
 """Hundreds of thousands of blocks are no garbage: looking through them often would stop the streams for
@@ -50,28 +52,27 @@ async def run(pipe_descriptor: int, fence_descriptor: int) -> int:
     taking: list[Callable[[memoryview], None]] = []
 
     def take(frame: memoryview) -> None:
-        if taking:
-            taking[0](frame)
-            return
         try:
-            process = opened(frame, fence, pipe, clock.lease_s)
+            if taking:
+                taking[0](frame)
+            else:
+                process = opened(frame, fence, pipe, clock.lease_s)
+                taking.append(process.take)
+                first.set_result(process)
         except (PublishRefused, AttachmentError) as error:
-            taking.append(lambda _: None)
-            first.set_exception(error)
-        else:
-            taking.append(process.take)
-            first.set_result(process)
+            log.error("%s", error)
+            os._exit(EXIT_REFUSED)
+        except Exception:
+            # What is known is not whole any more: it is told anew to the next process.
+            log.exception("ending")
+            os._exit(EXIT_FAILED)
 
     def end() -> None:
         # The replica is gone. Nothing may be sent any more, not even what waits.
         os._exit(0)
 
     pipe = Pipe(socket.socket(fileno=pipe_descriptor), take, end)
-    try:
-        process = await first
-    except (PublishRefused, AttachmentError) as error:
-        log.error("%s", error)
-        return 2
+    process = await first
     await process.start()
     await process.run()
     await process.close()

@@ -11,6 +11,7 @@ import os
 SHARDS_MAX = 1_024
 _PAGE_BYTES = 8 * SHARDS_MAX
 _EPOCH_BITS = 16
+_MS_MAX = float(1 << 47)
 
 
 class FencePage:
@@ -36,10 +37,12 @@ class FencePage:
         return self._descriptor
 
     def set(self, shard: int, epoch: int, until_s: float) -> None:
-        """The shard is led in `epoch` until `until_s` of the clock of leases; 0.0: it is not led."""
+        """The shard is led in `epoch` until `until_s` of the clock of leases; 0.0: it is not led; infinity:
+        nobody else ever leads."""
         if not 0 <= shard < SHARDS_MAX:
             raise ValueError(f"shard {shard} is not in 0..{SHARDS_MAX - 1}")
-        self._words[shard] = int(max(until_s, 0.0) * 1000) << _EPOCH_BITS | epoch & (1 << _EPOCH_BITS) - 1
+        until_ms = int(min(max(until_s * 1000, 0.0), _MS_MAX))
+        self._words[shard] = until_ms << _EPOCH_BITS | epoch & (1 << _EPOCH_BITS) - 1
 
     def holds(self, shard: int, epoch: int, now_s: float) -> bool:
         """Whether the shard is led now, and in this epoch."""
