@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from .curve import load_keys
 from .errors import PublisherUnavailable
 from .feed import Answer, Ask, Beat, FromPublisher, Restate, Said, Stats, Stop, ToPublisher
 from .fence import FencePage
@@ -89,6 +90,8 @@ class Publisher:
         cannot be started or ends is started again later."""
         assert self._living is None, "started twice"
         self._config.check()
+        if self._config.curve_secret:
+            load_keys(self._config.curve_secret)
         first = asyncio.Event()
         self._living = asyncio.create_task(self._live(first), name="publisher")
         await first.wait()

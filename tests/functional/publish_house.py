@@ -88,6 +88,7 @@ class Index:
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, str], tuple[int | None, tuple[int, ...]]] = {}
         self._names: Counter[int] = Counter()
+        self.loras: Counter[str | None] = Counter()
         self.watermark = -1
         self.faults: list[str] = []
 
@@ -116,6 +117,7 @@ class Index:
                 ids = tuple(event["token_ids"][row * size : (row + 1) * size])
                 self.blocks[name, medium] = parent, ids
                 self._names[name] += 1
+                self.loras[event["lora_name"]] += 1
                 parent = name
         self.watermark = number
         return True
