@@ -174,6 +174,14 @@ def journal(context: typer.Context) -> None:
     command.app(args=context.args, prog_name="ucm-meta journal")
 
 
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def events(context: typer.Context) -> None:
+    """Read what routers are told, verify it, attach routers. Its commands: ucm-meta events --help"""
+    from metaservice.cli import events as command  # noqa: PLC0415
+
+    command.app(args=context.args, prog_name="ucm-meta events")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
