@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -197,6 +198,8 @@ class EngineEvents:
     def _pairs(self, told: Sequence[Any], count: int, size: int) -> list[bytes]:
         """Pairs of an id and the one after it: what a block is made of takes in the next block's first."""
         if any(not isinstance(pair, list) or len(pair) != 2 for pair in told):
+            raise _Left("token")
+        if any(before[1] != after[0] for before, after in pairwise(told)):
             raise _Left("token")
         self._member.overlap = 1
         ids = [pair[0] for pair in told]

@@ -1,8 +1,8 @@
 """The order of one engine's batches: what is missing, what comes twice, and when it began anew.
 
 An engine numbers its batches from 0 in each of its lives, and says nothing when it starts again. It can be
-asked for those it still has, from a number on. So every request for a replay begins at the last batch that
-was taken: if that one has other bytes now, this is another life.
+asked for those it still has, from a number on. So every request for a replay begins with the last batches
+that were taken: if one of them has other bytes now, this is another life.
 
 Nothing here waits or sends: `wanted` says from where on a replay is needed, and whoever has sockets tells
 what came of it.
@@ -18,8 +18,12 @@ END = 2**64 - 1
 """The number of the frame that ends a replay."""
 RECENT = 1_024
 """Batches whose bytes are remembered, as a number, to tell one that comes twice from one of another life."""
+CHECKED = 16
+"""Batches that a replay brings again, to be compared. A connection is noticed a few batches late at most."""
 FRUITLESS_MAX = 2
 """Replays that brought nothing of what is missing, until it is given up."""
+FOREIGN_MAX = 3
+"""Batches in a row that the engine's replay does not know: then it is the replay that is wrong."""
 
 Step = bytes | None
 """A batch to take in, or None: forget all that this engine said."""
@@ -56,6 +60,11 @@ class Sequencer:
         self._suspect = False
         """It began anew, by all signs: it knew nothing of our last batch, or its numbers fell."""
         self._fruitless = 0
+        self._refused = False
+        """The engine, which answers, has just said that it has no more than it replayed: a batch beyond that
+        is not one of its own."""
+        self._foreign = 0
+        self._lived = False
 
     # ------------------------------------------------------------ what comes
 
@@ -63,30 +72,29 @@ class Sequencer:
         """A batch as it is published."""
         if self.wanted is not None:
             self._keep(number, payload)
-        elif number == self.next:
-            yield self._taken(number, payload)
         elif number == END:
             self.restarts += 1
             yield self._begin(None)
-        elif self.next is None and number == 0:
-            self.whole = True
-            yield self._taken(number, payload)
-        elif self.next is not None and self._is_known(number, payload):
+        elif self._is_known(number, payload):
             self.duplicates += 1
-        elif self.next is not None and self._is_late(payload):
-            self.late += 1
+        elif self._is_late(payload):
+            yield from self._made_before(number, payload)
+        elif number == self.next or (number == 0 and self._is_first()):
+            self.whole = self.whole or number == 0
+            yield self._taken(number, payload)
         else:
             yield from self._out_of_order(number, payload)
 
     def joined(self) -> None:
         """The connection was made, maybe again: something may have been missed, or another life begun."""
-        self._life_s = None
+        if not self._replayable:
+            self._life_s = None
         self.probe()
 
     def probe(self) -> None:
         """See whether anything was missed."""
         if self._replayable and self.wanted is None:
-            self._want(max((self.next or 0) - 1, 0))
+            self._want(self._check_from())
 
     def replayed(self, number: int, payload: bytes) -> Iterator[Step]:
         """A batch of the replay that was asked for last. `session` may go up: then ask anew.
@@ -127,8 +135,10 @@ class Sequencer:
                 self._want(0)
                 return
             self.restarts += 1
-            yield self._begin(0)
+            yield self._begin(None)
+        self._refused = self._answers
         yield from self._go_on()
+        self._refused = False
 
     def unanswered(self) -> Iterator[Step]:
         """It does not answer: go on without."""
@@ -157,7 +167,12 @@ class Sequencer:
             self._fruitless += 1
             self._keep(number, payload)
             self._suspect = self.next is not None and not ahead
-            self._want(max((self.next or 0) - 1, 0) if ahead else 0)
+            self._want(self._check_from() if ahead else 0)
+            return
+        if self._refused and self._foreign < FOREIGN_MAX:
+            self._foreign += 1
+            self._fruitless = 0
+            self.late += 1
             return
         if ahead:
             self.lost += 1
@@ -165,6 +180,21 @@ class Sequencer:
             self.restarts += 1
         yield self._begin(number)
         yield self._taken(number, payload)
+
+    def _made_before(self, number: int, payload: bytes) -> Iterator[Step]:
+        """Made before this life's first batch: by a process that is gone, or its clock was set back. A replay
+        tells: the engine has it, or it is not this one's."""
+        if self._replayable and not self._fruitless:
+            self._fruitless += 1
+            self._keep(number, payload)
+            self._want(self._check_from())
+        elif not self._replayable and number == self.next:
+            yield self._taken(number, payload)
+        else:
+            self.late += 1
+
+    def _check_from(self) -> int:
+        return max((self.next or 0) - CHECKED, 0)
 
     def _want(self, start: int) -> None:
         self.wanted = start
@@ -185,23 +215,30 @@ class Sequencer:
         """All that was known is of another life."""
         self.next = number
         self.whole = number == 0
+        self._lived = True
         self._recent.clear()
         self._life_s = None
         return None
 
     def _taken(self, number: int, payload: bytes) -> bytes:
         self.next = number + 1
-        self._fruitless = 0
+        self._fruitless = self._foreign = 0
         self._recent[number] = hash(payload)
         self._recent.pop(number - RECENT, None)
-        if self._life_s is None:
-            self._life_s = stamp(payload)
+        made_s = stamp(payload)
+        if made_s is not None:
+            self._life_s = made_s if self._life_s is None else min(self._life_s, made_s)
         return payload
 
     def _is_known(self, number: int, payload: bytes) -> bool:
         return self._recent.get(number) == hash(payload)
 
+    def _is_first(self) -> bool:
+        """Its first batch ever. That of a later life is believed when a replay brings it: until then one of
+        the life before may be under way."""
+        return self.next is None and not (self._lived and self._replayable)
+
     def _is_late(self, payload: bytes) -> bool:
-        """It was made before this life's first batch, by a process that is gone."""
+        """It was made before this life's first batch."""
         made_s = stamp(payload)
         return self._life_s is not None and made_s is not None and made_s < self._life_s
