@@ -34,11 +34,11 @@ class CacheEventHandlers:
     async def route(self, call: Call, body: wire.RouteRequest) -> Struct:
         instance = call.segments[3]
         shard, info = self._routing.instance(call, instance)
+        ask = convert.route(instance, info, body, self._limits)
         if self._view(shard, instance).publication is None:
             raise ApiError(
                 "not_published", "routers are told of this instance once it has a publication", "instance"
             )
-        ask = convert.route(instance, info, body, self._limits)
         told = await self._desk.ask("route", ask, wire.RouteAnswer)
         staleness_ms = 0
         if not shard.ready:
