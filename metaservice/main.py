@@ -248,6 +248,8 @@ async def run(config: Config) -> None:
     token = clock.new_life()
     leadership = make_leadership(config, url, token, stores.settings)
     publisher = make_publisher(config)
+    if publisher is not None:
+        metrics.watch_events(lambda: publisher.stats)
     replica = make_replica(config, stores, cluster, leadership, url, metrics, peers.errand, publisher)
     hints = (
         PostgresHints(stores.settings, replica.hint) if stores.settings and config.postgres_notify else None
