@@ -25,10 +25,11 @@ class Changes(Struct):
 
 
 class Items(Struct):
-    """Changes as a report says them."""
+    """Changes as a report says them; `changes`: how many of those that were named are in it."""
 
     stored: list[StoredItem]
     removed: list[RemovedItem]
+    changes: int = 0
 
 
 class _Block:
@@ -129,14 +130,21 @@ class CacheMirror:
                 if block.tiers >> index & 1
             ]
 
-    def items(self, changes: Iterable[Change]) -> Items:
-        """What became of these, as it is now: runs of blocks that are there, lists of those that are not."""
+    def items(self, changes: Iterable[Change], blocks_max: int, tokens_max: int) -> Items:
+        """What became of these, as it is now: runs of blocks that are there, lists of those that are not. Of
+        the first ones only, so that they are at most `blocks_max` with `tokens_max` token ids (but at least
+        one)."""
         gone: list[list[int]] = [[] for _ in REPORTED_TIERS]
         runs: list[_Run] = []
         last: dict[int, _Run] = {}
+        told = tokens = 0
         with self._lock:
             for event_hash, index in changes:
                 block = self._blocks.get(event_hash)
+                tokens += 0 if block is None else token_count(block.tokens)
+                if told and (told >= blocks_max or tokens > tokens_max):
+                    break
+                told += 1
                 if block is None or not block.tiers >> index & 1:
                     gone[index].append(event_hash)
                     continue
@@ -150,7 +158,7 @@ class CacheMirror:
             for index, hashes in enumerate(gone)
             if hashes
         ]
-        return Items([run.item() for run in runs], removed)
+        return Items([run.item() for run in runs], removed, told)
 
 
 class _Run:

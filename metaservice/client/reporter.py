@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from threading import Event, Thread
 from types import TracebackType
 from typing import Self
@@ -23,7 +24,8 @@ from .results import now_ms
 from .router_results import ReportResult
 
 REPORT_BLOCKS_MAX = 4_096
-"""Changes told in one report: a body of at most some MiB, whatever the block size."""
+REPORT_TOKENS_MAX = 1 << 20
+"""Told in one report: a body of at most 4 MiB."""
 REPORTS_A_TURN = 16
 """To one replica, before the others get their turn."""
 _PENDING_SLACK = 10_000
@@ -54,7 +56,6 @@ class _Report(Struct):
     base: int | None
     items: Items
     cleared: bool
-    blocks: int
 
 
 class _Replica:
@@ -278,14 +279,13 @@ class CacheReporter:
         elif not (replica.pending or replica.cleared):
             if now_ms() < replica.beat_ms:
                 return None
-            return _Report(replica.told, replica.told, Items([], []), False, 0)
-        told = [change for change, _ in zip(replica.pending, range(REPORT_BLOCKS_MAX), strict=False)]
-        items = self._mirror.items(told)
-        for change in told:
+            return _Report(replica.told, replica.told, Items([], []), False)
+        items = self._mirror.items(replica.pending, REPORT_BLOCKS_MAX, REPORT_TOKENS_MAX)
+        for change in [*islice(replica.pending, items.changes)]:
             del replica.pending[change]
         self._number += 1
         cleared, replica.cleared = replica.cleared, False
-        return _Report(self._number, None if snapshot else replica.told, items, cleared, len(told))
+        return _Report(self._number, None if snapshot else replica.told, items, cleared)
 
     def _judge(self, replica: _Replica, report: _Report, result: ReportResult) -> None:
         """What its answer means."""
@@ -314,7 +314,7 @@ class CacheReporter:
             )
         replica.told = report.number
         self._reports += 1
-        self._blocks += report.blocks
+        self._blocks += report.items.changes
         self._snapshots += report.base is None
 
     def _failed(self, replica: _Replica, failure: str, detail: str) -> None:

@@ -152,6 +152,19 @@ async def test_another_incarnation_is_told_everything_anew() -> None:
         client.close()
 
 
+async def test_it_speaks_for_an_asyncio_client_alike() -> None:
+    async with (
+        reporting("r1") as (fleet, books),
+        AsyncClient(ClientConfig(url=fleet.cluster.urls["r1"])) as client,
+    ):
+        client.act_as("e1", "i1")
+        reporter = CacheReporter(client, flush_ms=5)
+        reporter.start()
+        reporter.stored("gpu", chain(2), tokens(2))
+        await until(lambda: books["r1"].held["gpu"] == set(chain(2)))
+        await asyncio.to_thread(reporter.close)
+
+
 async def test_a_replica_that_is_gone_or_publishes_nothing_holds_up_nobody() -> None:
     async with reporting("r1", "r2") as (fleet, books):
         books["r2"].failure = PublisherUnavailable("events_off", "not here")

@@ -41,7 +41,7 @@ def test_a_chain_is_one_run_and_tiers_are_apart() -> None:
     mirror.stored("gpu", [D], ids(7), C, "", "other")
     changes = mirror.take()
     assert changes == Changes(False, [(A, GPU), (B, GPU), (C, GPU), (A, CPU), (D, GPU)])
-    assert stored(mirror.items(changes.told)) == [
+    assert stored(mirror.items(changes.told, 10_000, 10**9)) == [
         ("gpu", None, [A, B, C], ids(1, 70_000, 5), "s"),
         ("cpu", None, [A], ids(1), "s"),
         ("gpu", C, [D], ids(7), "other"),
@@ -55,7 +55,7 @@ def test_only_what_is_so_in_the_end_is_told() -> None:
     mirror.removed("gpu", [B, A])
     mirror.stored("gpu", [A], ids(1), None, "", "s")
     mirror.removed("cpu", [A])  # was never there
-    items = mirror.items(mirror.take().told)
+    items = mirror.items(mirror.take().told, 10_000, 10**9)
     assert stored(items) == [("gpu", None, [A], ids(1), "s")]
     assert removed(items) == [("gpu", [B])]
     assert len(mirror) == 1
@@ -65,7 +65,7 @@ def test_a_block_stays_known_while_any_tier_has_it() -> None:
     mirror = mirror_of_two()
     mirror.stored("cpu", [B], ids(70_000), A, "", "s")
     mirror.removed("gpu", [B])
-    items = mirror.items(mirror.take().told)
+    items = mirror.items(mirror.take().told, 10_000, 10**9)
     assert stored(items) == [("gpu", None, [A], ids(1), "s"), ("cpu", A, [B], ids(70_000), "s")]
     assert removed(items) == [("gpu", [B])]
 
@@ -94,9 +94,28 @@ def test_runs_have_an_end_and_blocks_of_other_sizes_are_apart() -> None:
     hashes = [A + at for at in range(count)]
     mirror.stored("gpu", hashes, [7] * count, None, "", "")
     mirror.stored("gpu", [2**50], [1, 2], hashes[-1], "", "")
-    rows: list[StoredItem] = mirror.items(mirror.take().told).stored
+    rows: list[StoredItem] = mirror.items(mirror.take().told, 10_000, 10**9).stored
     assert [len(row.hashes) // 8 for row in rows] == [ITEM_BLOCKS_MAX, 3, 1]
     assert [row.parent for row in rows] == [None, hashes[ITEM_BLOCKS_MAX - 1], hashes[-1]]
+
+
+def test_a_report_has_a_size() -> None:
+    mirror = mirror_of_two()
+    mirror.stored("gpu", [C, D], [1] * 200, B, "", "s")
+    mirror.removed("gpu", [D])
+    changes = mirror.take().told
+    for blocks_max, tokens_max, fits in (
+        (10, 10**9, 4),
+        (3, 10**9, 3),
+        (10, 104, 4),
+        (10, 103, 2),
+        (10, 1, 1),
+    ):
+        items = mirror.items(changes, blocks_max, tokens_max)
+        told = sum(len(rows) for _, _, rows, _, _ in stored(items)) + sum(
+            len(rows) for _, rows in removed(items)
+        )
+        assert items.changes == told == fits
 
 
 @pytest.mark.parametrize(
