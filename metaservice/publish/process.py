@@ -62,7 +62,7 @@ class Process:
             config, fence, self._context, self._curve, self._emitter, now_s,
             say=self.say, beat=self.beat, sent=self._sent, leading=self._leading, changed=self._changed,
         )  # fmt: skip
-        self._ingest = Ingest(self._streams.announced, self._cleared, self.say, now_s)
+        self._ingest = Ingest(self._streams.announced, self._cleared, self.say, now_s, follow=config.ingest)
         self._attachments = [attach.make(row, self) for row in config.attachments]
         self._asks: set[asyncio.Task[None]] = set()
         self._restated_s: dict[tuple[int, str], float] = {}

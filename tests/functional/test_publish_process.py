@@ -32,6 +32,7 @@ from tests.functional.publish_house import (
 @pytest.fixture
 def context() -> Iterator[zmq.asyncio.Context]:
     made = zmq.asyncio.Context()
+    made.linger = 0
     yield made
     made.destroy(linger=0)
 

@@ -13,6 +13,7 @@ from tests.functional.publish_house import END, FIRST, Model, Subscriber, engine
 @pytest.fixture
 def context() -> Iterator[zmq.asyncio.Context]:
     made = zmq.asyncio.Context()
+    made.linger = 0
     yield made
     made.destroy(linger=0)
 
