@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
+import pytest
+
 from metaservice.client import AsyncClient, CacheReporter, Client, ClientConfig
 from metaservice.core.model import Publication
 from metaservice.publish.errors import PublisherUnavailable
@@ -150,6 +152,19 @@ async def test_another_incarnation_is_told_everything_anew() -> None:
             assert books["r1"].held["gpu"] == set(chain(2)), "it spoke for nobody"
             await asyncio.to_thread(reporter.close)
         client.close()
+
+
+async def test_a_reporter_whose_clock_is_behind_its_predecessors_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with reporting("r1") as (fleet, books):
+        async with reporter_of(fleet, "r1") as reporter:
+            reporter.stored("gpu", chain(2), tokens(2))
+            await until(lambda: books["r1"].held["gpu"] == set(chain(2)))
+        monkeypatch.setattr(time, "time_ns", lambda: 1)
+        async with reporter_of(fleet, "r1") as reporter:
+            reporter.stored("gpu", chain(1, 7), tokens(1, 7))
+            await until(lambda: books["r1"].held["gpu"] == set(chain(1, 7)))
 
 
 async def test_it_speaks_for_an_asyncio_client_alike() -> None:
