@@ -19,6 +19,7 @@ BLOCK_TOKENS = 4
 TOPIC = b"kv@pool@m"
 CHUNK_BLOCKS = 64
 TICK_MS = 5
+SOMETIMES = frozenset({"cache_salt", "extra_keys"})
 
 Message = dict[str, Any]
 
@@ -178,6 +179,10 @@ def wait(check: Any, within_s: float = 8.0) -> None:
 
 
 def as_told(events: Sequence[Any]) -> list[Message]:
-    """Events of the follower's as a router sees them."""
+    """Events of the follower's as a router sees them: what some have and others have not is left out where it
+    is not."""
     plain: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(events))
-    return plain
+    return [
+        {name: value for name, value in event.items() if value is not None or name not in SOMETIMES}
+        for event in plain
+    ]

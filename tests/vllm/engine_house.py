@@ -33,12 +33,13 @@ ANSWER_TOKENS = 8
 class ServiceProcess:
     """The service on SQLite, with a group for engines. It can be frozen, ended and started again."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, *flags: str) -> None:
         self.folder = folder
         self.disk = folder / "disk"
         self.url = f"http://127.0.0.1:{port}"
         self._command = [sys.executable, "-m", "metaservice.main", "serve"]
         self._command += ["--data", str(folder / "data"), "--port", str(port), "--reclaim-delay-ms", "250"]
+        self._command += flags
         self.process = self._launch()
 
     def _launch(self) -> LocalProcess:

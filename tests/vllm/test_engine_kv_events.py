@@ -63,11 +63,11 @@ class Follower:
             assert time.monotonic() < until_s
             number += 1
             engine.ask([[number] * (BLOCK_SIZE_TOKENS + 1)], 1)
-            self._received()
+            self.received()
         service.settle()
         for _ in range(2):
             engine.ask([TINY], 1)
-            self._received()
+            self.received()
 
     def heard(self, engine: EngineProcess, enough: Callable[[list[Event]], bool]) -> list[Event]:
         """Events that came since the last call, till there are enough of them. An engine publishes with its
@@ -77,10 +77,10 @@ class Follower:
         while not enough(found):
             assert time.monotonic() < until_s, found
             engine.ask([TINY], 1)
-            found += self._received()
+            found += self.received()
         return found
 
-    def _received(self) -> list[Event]:
+    def received(self) -> list[Event]:
         """All that has come, and what comes till there is a pause."""
         found: list[Event] = []
         while self._socket.poll(PAUSE_MS):
