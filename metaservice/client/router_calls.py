@@ -144,7 +144,8 @@ class Report(Call[ReportResult]):
         reply = decoded(_report, body)
         if reply.want not in _WANTS:
             raise lying("report: it wants what there is not")
-        expected = (0, 0) if reply.want else (len(self.stored), len(self.removed))
+        left_out = reply.want or reply.number > self.number
+        expected = (0, 0) if left_out else (len(self.stored), len(self.removed))
         if (len(reply.stored), len(reply.removed)) != expected:
             raise lying("report: the answer to another one")
         return ReportResult(

@@ -185,10 +185,11 @@ class ReportRequest(Request, kw_only=True):
 
 
 class ReportReply(Reply, kw_only=True):
-    """`stored` and `removed`: a ReportOutcome an item, in the order sent. `want`: `snapshot` when this
-    replica has not what the report goes on from: nothing of it was taken (and no outcomes are given), send
-    all there is; else empty. `visible_ms`: the next report or heartbeat has to come within this time.
-    `number`: of the last report that was taken from this incarnation (0: none)."""
+    """`stored` and `removed`: a ReportOutcome an item, in the order sent; none when nothing of it was taken,
+    for one of the next two reasons. `want`: `snapshot` when this replica has not what the report goes on
+    from: send all there is; else empty. `number`: of the last report that was taken from this incarnation (0:
+    none); when that is a later one, go on above it, with a snapshot. `visible_ms`: the next report or
+    heartbeat has to come within this time."""
 
     stored: list[str]
     removed: list[str]
