@@ -9,6 +9,7 @@ import msgspec
 
 from metaservice.core.windows import CPU, EXTERNAL, STORAGE
 from metaservice.publish import holdings
+from metaservice.publish.attach.names import worker_number
 from metaservice.publish.errors import PublisherUnavailable
 from metaservice.publish.feed import InstanceUp
 from metaservice.publish.hashes import block_keys, event_hashes, token_keys, token_root
@@ -163,7 +164,7 @@ class Router:
             instance=up.instance,
             rank=up.rank,
             address=up.address,
-            worker_id=up.worker_id,
+            worker_id=worker_number(up),
             node=up.node,
             tiers=TierBlocks(**dict(zip(TIERS, tiers, strict=True))),
             blocks=blocks,

@@ -40,8 +40,8 @@ class Nowhere:
 
 
 class Publisher:
-    """An engine's sockets: PUB, and ROUTER for replays. `topic_frame`: as vLLM answers since mid-2026, else as
-    it did before, and as SGLang does. It can lose frames, die, and come back at the same place."""
+    """An engine's sockets: PUB, and ROUTER for replays. `topic_frame`: as vLLM answers since mid-2026, else
+    as it did before, and as SGLang does. It can lose frames, die, and come back at the same place."""
 
     def __init__(self, context: zmq.asyncio.Context, toy: ToyEngine, *, topic_frame: bool = True) -> None:
         self._context = context
@@ -174,8 +174,8 @@ async def test_row_15_lost_frames_come_by_a_replay_before_those_that_showed_it()
             await asyncio.sleep(0)
         await publisher.step()
         await until(found.equal(publisher))
-        assert found.stat("ingest_gaps") > 0
-        assert (found.stat("ingest_gaps_lost"), found.stat("ingest_restarts")) == (0, 0)
+        assert found.stat("ingest_gaps_total") > 0
+        assert (found.stat("ingest_gaps_lost_total"), found.stat("ingest_restarts_total")) == (0, 0)
 
 
 async def test_what_was_lost_last_is_found_by_looking_after_an_engine_that_is_silent() -> None:
@@ -204,7 +204,7 @@ async def test_row_09_an_engine_that_starts_again_at_zero_leaves_nothing_of_its_
                 await publisher.step(lost=True)
             await publisher.step()
             await until(found.equal(publisher), 8.0)
-        assert found.stat("ingest_restarts") == 3
+        assert found.stat("ingest_restarts_total") == 3
 
 
 async def test_row_11_a_dead_engines_entries_go_and_nothing_of_it_counts_any_more() -> None:
@@ -259,13 +259,14 @@ async def test_row_23_an_engine_that_was_never_heard_is_said_to_be_silent_and_an
         idle = found.publisher()
         found.ingest.engine_up(idle.up)
         found.ingest.engine_up(engine_up("e1", events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:1"))
-        await until(lambda: found.stat("events_silent") == 1)
+        await until(lambda: found.stat('ingest_silent{engine="e1"}') == 1)
         assert found.ingest.engine_view("e1")[:2] == ("silent", -1)
         await asyncio.sleep(0.5)
         state, staleness_ms, _ = found.ingest.engine_view("e0")
         assert state == "following"
         assert 0 <= staleness_ms < 400, "it was asked"
-        assert found.stat("events_silent") == 1
+        assert found.stat('ingest_silent{engine="e0"}') == 0
+        assert found.stat('ingest_staleness_seconds{engine="e1"}') > 0.5
 
 
 async def test_an_engine_without_a_replay_endpoint_is_followed_as_well_as_it_can_be() -> None:
@@ -280,7 +281,7 @@ async def test_an_engine_without_a_replay_endpoint_is_followed_as_well_as_it_can
         publisher.toy.number += 1
         await publisher.tell(stored([C], ids(1)))
         await until(lambda: found.held()[0] == {C})
-        assert (found.stat("ingest_gaps_lost"), found.stat("ingest_partial")) == (1, 1)
+        assert (found.stat("ingest_gaps_lost_total"), found.stat("ingest_streams_partial")) == (1, 1)
 
 
 async def test_an_engine_that_does_not_answer_replays_is_followed_after_a_few_tries() -> None:
@@ -305,7 +306,7 @@ async def test_hostile_frames_are_counted_and_the_stream_goes_on() -> None:
         await publisher.send_raw(b"a", b"b", b"c", b"d", b"e")
         await publisher.send_raw(b"t", b"\0" * 9, b"x")
         await publisher.send_raw(b"t", (1).to_bytes(8, "big"), b"no batch at all")
-        await until(lambda: found.stat('ingest_invalid{reason="frames"}') == 4)
+        await until(lambda: found.stat('ingest_invalid_total{reason="frames"}') == 4)
         await publisher.send_raw(b"t", (1).to_bytes(8, "big"), b"x" * 300_000)
         await publisher.tell(stored([B], ids(1, 4)))
         await publisher.tell(stored([C], ids(1, 8)))
@@ -349,8 +350,8 @@ async def test_streams_and_engines_are_bounded() -> None:
         for row in range(5):
             found.ingest.engine_up(engine_up(f"e{row}", events=f"tcp://127.0.0.1:{row + 1}"))
         assert (found.stat("holdings_engines"), found.stat("ingest_streams")) == (3, 2)
-        assert found.stat('ingest_invalid{reason="engines"}') == 2
-        assert found.stat('ingest_invalid{reason="streams"}') == 1
+        assert found.stat('ingest_invalid_total{reason="engines"}') == 2
+        assert found.stat('ingest_invalid_total{reason="streams"}') == 1
 
 
 @pytest.mark.parametrize(
@@ -386,5 +387,5 @@ async def test_an_endpoint_that_is_none_is_refused_and_the_engine_is_there_all_t
     async with house() as found:
         found.ingest.engine_up(engine_up(events=told, address=""))
         assert (found.stat("holdings_engines"), found.stat("ingest_streams")) == (1, 0)
-        assert found.stat('ingest_invalid{reason="endpoint"}') == 1
+        assert found.stat('ingest_invalid_total{reason="endpoint"}') == 1
         assert "not followed" in found.said[0]

@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from metaservice.publish.errors import PublisherUnavailable
 from metaservice.publish.feed import EngineDown, EngineUp, InstanceDown, InstanceUp
-from metaservice.publish.holdings import Holdings, Room
+from metaservice.publish.holdings import Holdings, Member, Room
 from metaservice.publish.route import Announced, Router
 
 from .dialect import DIALECTS, VLLM, DialectReader
@@ -23,6 +23,20 @@ _LOOK_MS = 1_000
 _RETIRED_MAX = 4_096
 _SOCKETS_PER_STREAM = 4
 _SOCKETS_SPARE = 256
+_COUNTED = (
+    "stored",
+    "removed",
+    "cleared",
+    "reports",
+    "reports_refused",
+    "reports_expired",
+    "replays",
+    "gaps",
+    "gaps_lost",
+    "restarts",
+    "duplicates",
+    "late",
+)
 
 
 class Ingest:
@@ -35,10 +49,13 @@ class Ingest:
         say: Callable[[str, str], None],
         now_s: Callable[[], float],
         limits: IngestLimits | None = None,
+        follow: bool = True,
     ) -> None:
         """`cleared(instance, engine)` is called when an engine emptied all its tiers: routers then forgot
-        what they were told of the pool for it, too. `say(level, text)` is for the log."""
+        what they were told of the pool for it, too. `say(level, text)` is for the log. `follow`: whether
+        engines' event streams are followed; reports are taken in any case."""
         self._limits = limits or IngestLimits()
+        self._follow = follow
         self._cleared = cleared
         self._say = say
         self._now_s = now_s
@@ -124,8 +141,11 @@ class Ingest:
             return
         member = self.holdings.add(up, counted=up.dialect == VLLM)
         self._since_s[up.engine] = self._now_s()
-        if not up.events:
-            return
+        if up.events and self._follow:
+            self._listen_to(member, instance)
+
+    def _listen_to(self, member: Member, instance: InstanceUp) -> None:
+        up = member.up
         if len(self._streams) >= self._limits.streams_max or up.dialect not in DIALECTS:
             self._bad["streams" if up.dialect in DIALECTS else "dialect"] += 1
             self._say("warning", f"events of engine {up.engine} are not followed (dialect {up.dialect!r})")
@@ -234,35 +254,45 @@ class Ingest:
     def stats(self) -> dict[str, float]:
         """Gauges and counters by metric name."""
         total = Counter(self._closed)
-        for stream in self._streams.values():
+        found: dict[str, float] = {}
+        now_s = self._now_s()
+        for engine, stream in self._streams.items():
             total.update(_counts(stream))
-        found: dict[str, float] = {f"ingest_{name}": count for name, count in total.items()}
-        for name in ("stored", "removed", "cleared", "reports", "reports_refused", "reports_expired"):
-            found[f"ingest_{name}"] = self._tally[name]
+            heard_s = stream.member.heard_s
+            label = f'{{engine="{engine}"}}'
+            found |= {
+                f"ingest_silent{label}": float(self._is_silent(engine)),
+                f"ingest_staleness_seconds{label}": now_s - (heard_s or self._since_s[engine]),
+            }
+        total.update(self._tally)
+        for name in _COUNTED:
+            found[f"ingest_{name}_total"] = total[name]
         for reason, count in self._bad.items():
-            found[f'ingest_invalid{{reason="{reason}"}}'] = count
+            found[f'ingest_invalid_total{{reason="{reason}"}}'] = count
         room = self._room
-        found |= {
+        return found | {
             "ingest_orphans": room.orphans,
-            "ingest_orphaned": room.orphaned,
-            "ingest_orphans_dropped": room.orphans_dropped,
-            "ingest_refused": room.refused,
-            "ingest_conflicts": room.conflicts,
-            "ingest_unknown_removed": room.unknown_removed,
+            "ingest_orphans_total": room.orphaned,
+            "ingest_orphans_dropped_total": room.orphans_dropped,
+            "ingest_refused_total": room.refused,
+            "ingest_conflicts_total": room.conflicts,
+            "ingest_unknown_removed_total": room.unknown_removed,
             "ingest_inbox_bytes": self._inbox.bytes,
             "ingest_streams": len(self._streams),
             "ingest_streams_connected": sum(stream.connected for stream in self._streams.values()),
-            "ingest_partial": sum(not stream.sequencer.whole for stream in self._streams.values()),
-            "events_silent": sum(self._is_silent(engine) for engine in self._streams),
+            "ingest_streams_partial": sum(not stream.sequencer.whole for stream in self._streams.values()),
             "holdings_engines": len(self.holdings),
             "holdings_entries": room.entries,
         }
-        return found
+
+    def look(self) -> None:
+        """Hides and drops what nobody confirms any more. Once started this is done every second."""
+        self._reports.look()
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_MS / 1_000)
-            self._reports.look()
+            self.look()
 
 
 def _counts(stream: EngineStream) -> dict[str, int]:

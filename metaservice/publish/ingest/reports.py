@@ -101,13 +101,17 @@ class Reports:
         async with reporter.lock:
             member = self._member(ask)
             self._tally["reports"] += 1
-            if ask.base is not None and ask.base != reporter.number:
-                if ask.number == reporter.number and reporter.reply:
-                    return self._heard(member, reporter, reporter.reply)
+            last = reporter.number
+            if last is not None and ask.number <= last:
+                self._hear(member, reporter)
+                again = ask.number == last and (ask.stored or ask.removed or ask.cleared)
+                return reporter.reply if again else _ENCODE(self._reply([], [], "", last))
+            if ask.base is not None and ask.base != last:
                 self._tally["reports_refused"] += 1
-                return _ENCODE(self._reply([], [], "snapshot"))
-            reply = await self._apply(ask, member, reporter)
-            return self._heard(member, reporter, reply)
+                return _ENCODE(self._reply([], [], "snapshot", last or 0))
+            reporter.reply = await self._apply(ask, member, reporter)
+            self._hear(member, reporter)
+            return reporter.reply
 
     @staticmethod
     def sender(body: bytes) -> tuple[str, str]:
@@ -127,16 +131,13 @@ class Reports:
             )
         return member
 
-    def _heard(self, member: Member, reporter: Reporter, reply: bytes) -> bytes:
-        reporter.heard_s = self._now_s()
-        reporter.reply = reply
-        member.heard_s = reporter.heard_s
+    def _hear(self, member: Member, reporter: Reporter) -> None:
+        reporter.heard_s = member.heard_s = self._now_s()
         member.visible = True
-        return reply
 
     async def _apply(self, ask: ReportAsk, member: Member, reporter: Reporter) -> bytes:
-        """All items, those removed first. The loop is given back in between, and the engine may be gone
-        then."""
+        """All items, those removed first. The loop is given back in between, and the engine may be gone then:
+        what it told half goes with it."""
         reporter.number = None
         if ask.base is None or ask.cleared:
             member.reported.clear()
@@ -151,7 +152,7 @@ class Reports:
                 await asyncio.sleep(0)
                 self._member(ask)
         reporter.number = ask.number
-        return _ENCODE(self._reply(stored, removed, ""))
+        return _ENCODE(self._reply(stored, removed, "", ask.number))
 
     def _outcome(self, member: Member, item: StoredAsk | RemovedAsk) -> str:
         try:
@@ -161,8 +162,9 @@ class Reports:
         except _Left as left:
             return str(left)
 
-    def _reply(self, stored: list[str], removed: list[str], want: str) -> ReportReply:
-        return ReportReply(stored=stored, removed=removed, want=want, visible_ms=self._limits.visible_ms)
+    def _reply(self, stored: list[str], removed: list[str], want: str, number: int) -> ReportReply:
+        visible_ms = self._limits.visible_ms
+        return ReportReply(stored=stored, removed=removed, want=want, visible_ms=visible_ms, number=number)
 
     def _remove(self, member: Member, item: RemovedAsk) -> str:
         tier = _tier(item.tier)

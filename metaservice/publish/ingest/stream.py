@@ -71,7 +71,7 @@ class EngineStream:
         up = member.up
         self._endpoint = endpoint_of(up.events, up.address)
         self._replay = endpoint_of(up.replay, up.address) if up.replay else ""
-        self._member = member
+        self.member = member
         self._events = events
         self._reader = reader
         self._limits = inbox.limits
@@ -110,7 +110,7 @@ class EngineStream:
                     tasks.create_task(self._take(tasks))
             except* Exception as failed:
                 self._bad["failed"] += 1
-                self._say("error", f"events of {self._member.up.engine}: {failed.exceptions[0]!r}")
+                self._say("error", f"events of {self.member.up.engine}: {failed.exceptions[0]!r}")
             finally:
                 self._drop_waiting()
                 self._end_session()
@@ -174,10 +174,10 @@ class EngineStream:
             self._inbox.bytes -= sum(map(len, frames))
             self._went.set()
             if session > 0 or frames:
-                self._member.heard_s = self._now_s()
+                self.member.heard_s = self._now_s()
             for step in self._steps(session, frames):
                 if step is None:
-                    self._member.own.clear()
+                    self.member.own.clear()
                     continue
                 batch = self._reader.read(step)
                 if batch is not None:
