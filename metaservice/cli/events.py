@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from metaservice.cli.events_read import (
+    END,
     EventsUnreadable,
     Keys,
     Message,
@@ -251,6 +252,9 @@ def _lines(place: Place, message: Message, *, beats: bool, tokens: bool) -> Iter
         yield head | {"type": "unreadable", "bytes": len(message.payload)}
         return
     head |= {"ts": batch.ts, "rank": batch.rank}
+    if message.number == END:
+        yield head | {"seq": None, "type": "reset"}
+        return
     if beats and not batch.events:
         yield head | {"type": "heartbeat"}
     for event in batch.events:

@@ -69,7 +69,7 @@ class Verifier:
             self._stale += 1
             return
         if not state.follows(message):
-            self._gaps += 1
+            self._gaps += state.number >= 0  # after a reset it begins anew, which is no gap
             self._catch_up(at, state, state.number + 1)
             if state.is_old(message):
                 return
