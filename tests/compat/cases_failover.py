@@ -88,7 +88,7 @@ def rows_1_9_26_replays(stage: Stage) -> str:
         engine = fleet.join()
         documents = write_some(fleet, 30)
         leader, standby = stage.site.leader, stage.site.standby
-        here, there = (fleet.streams(engine, one)[0] for one in (leader, standby))
+        here, there = (fleet.streams(engine.name, one)[0] for one in (leader, standby))
         start = here["number"] - 20
         sleep(0.5)
         ours = reader.replay(here["replay"], start)

@@ -6,7 +6,7 @@ import signal
 from time import monotonic, sleep
 
 from tests.compat.cases_overlay import SETTLE_S
-from tests.compat.fleet import BLOCK_SIZE, Engine, Fleet
+from tests.compat.fleet import BLOCK_SIZE, Fleet
 from tests.compat.judge import SPARE_RANK, CaseFailed, Judge
 from tests.compat.reader import Reader, arrived
 from tests.compat.reference import Document
@@ -20,6 +20,12 @@ FROZEN_S_MAX = 60.0
 EXPIRY_S = 20.0
 RESTART_S_MAX = 20.0
 LATE_S_MAX = 3.0
+SLOW_READ_S = 2.0
+CONNECT_S = 0.5
+"""For a subscription to reach its publisher."""
+SLOW_BATCHES = 400
+"""About 35 MB: more than what the kernel keeps for a subscriber, and what may wait for one."""
+SLOW_S_MAX = 40.0
 
 
 def write_some(fleet: Fleet, prompts: int, blocks: int = 12) -> list[Document]:
@@ -30,19 +36,20 @@ def write_some(fleet: Fleet, prompts: int, blocks: int = 12) -> list[Document]:
     return documents
 
 
-def register_ours(stage: Stage, fleet: Fleet, engine: Engine, endpoint: str = "") -> None:
-    """Register the service's stream for an engine at the plain indexer, as it would be by hand: from the
+def register_ours(stage: Stage, fleet: Fleet, endpoint: str = "") -> None:
+    """Register the service's streams for all workers at the plain indexer, as it would be by hand: from the
     leader, or from `endpoint`."""
     leader = stage.site.leader
-    for number, stream in enumerate(fleet.streams(engine, leader)):
-        stage.site.plain.register(
-            engine.worker,
-            endpoint or stream["endpoint"],
-            fleet.model,
-            BLOCK_SIZE,
-            replay=stream["replay"],
-            rank=SPARE_RANK + number,
-        )
+    for worker, name in fleet.workers.items():
+        for number, stream in enumerate(fleet.streams(name, leader)):
+            stage.site.plain.register(
+                worker,
+                endpoint or stream["endpoint"],
+                fleet.model,
+                BLOCK_SIZE,
+                replay=stream["replay"],
+                rank=SPARE_RANK + number,
+            )
 
 
 def row_13_dropped_frames(stage: Stage) -> str:
@@ -50,10 +57,9 @@ def row_13_dropped_frames(stage: Stage) -> str:
     with Fleet(stage.site) as fleet:
         engines = [fleet.join(), fleet.join()]
         replicas = stage.site.cluster.replicas
-        sources = [fleet.streams(engines[0], replica)[0]["endpoint"] for replica in replicas]
+        sources = [fleet.streams(engines[0].name, replica)[0]["endpoint"] for replica in replicas]
         with Relay(sources, stage.chance, LOSS) as relay:
-            for engine in engines:
-                register_ours(stage, fleet, engine, relay.endpoint)
+            register_ours(stage, fleet, relay.endpoint)
             fleet.register_streams(stage.site.plain)
             judge = Judge(fleet, stage.site.plain)
             documents: list[Document] = []
@@ -80,12 +86,11 @@ def row_22_frozen_subscriber(stage: Stage) -> str:
             fleet.join(f"node-{number}")
         judge, other = Judge(fleet, stage.site.attached), Judge(fleet, stage.site.plain)
         judge.await_attached()
-        for engine in fleet.engines:
-            register_ours(stage, fleet, engine)
+        register_ours(stage, fleet)
         documents = write_some(fleet, 60)
         judge.settle(documents, SETTLE_S)
         other.settle(documents, SETTLE_S)
-        streams = fleet.streams(fleet.engines[0], stage.site.leader)
+        streams = fleet.streams(fleet.engines[0].name, stage.site.leader)
         listeners = FROZEN_ENGINES * len(streams)
         first = streams[0]["number"]
         stage.site.attached.freeze()
@@ -112,7 +117,7 @@ def row_22_frozen_subscriber(stage: Stage) -> str:
 
 
 def _number(stage: Stage, fleet: Fleet) -> int:
-    number: int = fleet.streams(fleet.engines[0], stage.site.leader)[0]["number"]
+    number: int = fleet.streams(fleet.engines[0].name, stage.site.leader)[0]["number"]
     return number
 
 
@@ -122,19 +127,28 @@ def row_22_slow_subscriber(stage: Stage) -> str:
         fleet.join()
         judge = Judge(fleet, stage.site.attached)
         judge.await_attached()
-        stream = fleet.streams(fleet.engines[0], stage.site.leader)[0]
+        documents = write_some(fleet, 200, 64)
+        judge.settle(documents, SETTLE_S)
+        stream = fleet.streams(fleet.engines[0].name, stage.site.leader)[0]
         slow = reader.subscribe(stream["endpoint"], hwm=1)
-        documents = []
-        for _ in range(10):
-            documents += write_some(fleet, 20, 64)
+        began = monotonic()
+        while (newest := _number(stage, fleet)) < stream["number"] + SLOW_BATCHES:
+            if monotonic() - began > SLOW_S_MAX:
+                raise CaseFailed(f"only {newest - stream['number']} batches were sent in {SLOW_S_MAX:g} s")
+            stage.site.operator.post(f"/v1/instances/{fleet.instance}/restate", {})
+            documents += write_some(fleet, 1, 64)
             judge.settle(documents[-5:], SETTLE_S)
-        newest = fleet.streams(fleet.engines[0], stage.site.leader)[0]["number"]
-        seen = [frame.seq for frame in arrived(slow, 1.5)]
+        seen = [frame.seq for frame in arrived(slow, SLOW_READ_S)]
+        missed = set(range(seen[0], newest + 1)) - set(seen)
         replay = reader.replay(stream["replay"], stream["number"])
         got = [frame.seq for frame in replay.frames]
         if not replay.ended or got[-1] < newest or got != list(range(got[0], got[0] + len(got))):
             raise CaseFailed(f"the replay has holes or no end: {got[:3]}..{got[-3:]}, newest {newest}")
-        return f"{len(seen)} batches read late, {len(got)} replayed without a hole"
+        if not missed:
+            raise CaseFailed(f"nothing of {len(seen)} batches was lost: the case shows nothing")
+        return (
+            f"{len(missed)} of {newest - stream['number']} batches lost, {len(got)} replayed without a hole"
+        )
 
 
 def row_11_worker_expiry(stage: Stage) -> str:
@@ -205,6 +219,9 @@ def row_24_indexer_restarted(stage: Stage) -> str:
         began = monotonic()
         fleet.register_streams(stage.site.attached)
         documents += write_some(fleet, 3)
+        sleep(CONNECT_S)
+        for engine in fleet.engines:
+            engine.stream.publish([])  # of an engine that says nothing an indexer asks nothing
         judge.settle(documents, RESTART_S_MAX)
         took_s = monotonic() - began
         judge.hold(documents, stage.chance, 1.0)
@@ -215,12 +232,12 @@ def row_24_indexer_restarted(stage: Stage) -> str:
 def row_8_late_join(stage: Stage) -> str:
     """A subscriber that comes late sees numbers that do not begin at 0, and no event for now."""
     with Fleet(stage.site) as fleet:
-        engine = fleet.join()
+        fleet.join()
         documents = write_some(fleet, 40)
         for document in documents[:10]:
             fleet.remove(document.keys[5:])
         sleep(1.0)
-        register_ours(stage, fleet, engine)
+        register_ours(stage, fleet)
         took_s = Judge(fleet, stage.site.plain).settle(documents, LATE_S_MAX)
         return f"exact {took_s:.2f} s after it joined, without a new event"
 

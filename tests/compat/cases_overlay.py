@@ -59,8 +59,8 @@ class Traffic:
         self.operations += self.fleet.write(document)
 
     def _compute(self) -> None:
-        """Only what is stored within the engine's reach: what a router makes of a block whose parent it may
-        know from the device or not is a matter of moments."""
+        """Only what is stored within the engine's reach, and is not stored anew elsewhere afterwards: what a
+        router makes of a block whose parent it may know from the device or not is a matter of moments."""
         document = self._chance.choice(self.documents)
         engine = self._chance.choice(self.fleet.engines)
         if document.keys not in self._on_device and self.fleet.within_reach(engine, document):
@@ -82,6 +82,12 @@ class Traffic:
 
     def _remove_family(self) -> None:
         family = self._chance.choice(self._families)
+        for blocks in (LEAD_BLOCKS, 0):  # others of the family hang on its beginning
+            for document in family:
+                if document.keys in self._on_device:
+                    self.fleet.forget(self._on_device[document.keys], document, blocks)
+        for document in family:
+            self._on_device.pop(document.keys, None)
         keys = {key: None for document in family for key in document.keys}
         self._remove(tuple(keys), *family)
 

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, Self
 
 from metaservice.cli.local.process import until
+from metaservice.cli.local.replicas import LocalReplica
 from metaservice.client import Client, FinishResult, WriteResult
 from metaservice.wire.schemas import WriteOutcome
 from metaservice.wire.tokens import pack_tokens
@@ -72,7 +73,11 @@ class Fleet:
         self._shelf_nodes = {f"{self.instance}.{node}": node for node in nodes}
         self.publication = {"model": self.model, **(publication or {})}
         self.found(node_blocks)
-        self._writer = self.register(f"{self.instance}.writer", 0)
+        self.writer = next(_workers)
+        """The number of the engine that stores: a worker as others, with nothing on its device."""
+        self._writer_name = f"{self.instance}.writer"
+        self._writer = self.register(self._writer_name, 0, worker_id=self.writer)
+        self.truth.join(self.writer)
 
     def found(self, node_blocks: int = 0) -> None:
         """Set up what an operator does; again, where the service has forgotten it. Raises ClientError."""
@@ -108,7 +113,7 @@ class Fleet:
     def register(self, name: str, rank: int, **endpoints: Any) -> Client:
         """A client that speaks for a registered engine. Raises WriteFailed."""
         client = self.site.client()
-        answer = client.register_engine(name, instance=self.instance, rank=rank, endpoints=endpoints or None)
+        answer = client.register_engine(name, instance=self.instance, rank=rank, endpoints=endpoints)
         if answer.failure is not None:
             raise WriteFailed(f"register {name}: {answer.failure}: {answer.detail}")
         return client
@@ -160,7 +165,7 @@ class Fleet:
     def await_known(self) -> None:
         """Returns once the service knows the engines again that it forgot: they notice with a heartbeat.
         Raises WriteFailed."""
-        names = {engine.name for engine in self.engines}
+        names = set(self.workers.values())
         for _ in until(monotonic() + KNOWN_TIMEOUT_S):
             said = self.site.events(self.site.leader, self.instance)
             if names <= {row["engine"] for row in said["engines"]}:
@@ -258,12 +263,23 @@ class Fleet:
         tiers = [reach.keys(tier) for tier in (HOST, SHARED)]
         return all(any(key in tier for tier in tiers) for key in document.keys if self.truth.stored(key))
 
-    def streams(self, engine: Engine, replica: Any) -> list[dict[str, Any]]:
-        """What a replica says of the streams that are for an engine."""
-        said = self.site.events(replica, self.instance)
-        row = next(one for one in said["engines"] if one["engine"] == engine.name)
-        channels = {row["pool_channel"], row["local_channel"]} - {-1}
-        return [stream for stream in said["streams"] if stream["channel"] in channels]
+    @property
+    def workers(self) -> dict[int, str]:
+        """The name of an engine of each worker."""
+        return {self.writer: self._writer_name, **{one.worker: one.name for one in self.engines}}
+
+    def streams(self, engine: str, replica: LocalReplica) -> list[dict[str, Any]]:
+        """What a replica says of the streams that are for an engine, that of all engines first. Raises
+        WriteFailed when it knows of none."""
+        for _ in until(monotonic() + KNOWN_TIMEOUT_S):
+            said = self.site.events(replica, self.instance)
+            rows = {row["engine"]: row for row in said["engines"]}
+            if engine in rows:
+                channels = (rows[engine]["pool_channel"], rows[engine]["local_channel"])
+                found = {stream["channel"]: stream for stream in said["streams"]}
+                if all(channel in found for channel in channels if channel >= 0):
+                    return [found[channel] for channel in channels if channel >= 0]
+        raise WriteFailed(f"{replica.name} knows of no streams for {engine}")
 
 
 def fingerprint(model: str, **changes: Any) -> dict[str, Any]:

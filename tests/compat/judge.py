@@ -80,11 +80,13 @@ class Judge:
 
     def await_attached(self) -> None:
         """Returns once the service registered a stream for every engine. Raises CaseFailed."""
-        wanted = {(engine.worker, engine.rank) for engine in self._fleet.engines}
+        wanted = {self._fleet.writer, *(engine.worker for engine in self._fleet.engines)}
         for _ in until(monotonic() + REGISTER_TIMEOUT_S):
-            if {worker for worker, _ in wanted} <= self.attached():
+            if wanted <= self.attached():
                 return
-        raise CaseFailed(f"the service registered workers {sorted(self.attached())}, not all of {wanted}")
+        raise CaseFailed(
+            f"the service registered workers {sorted(self.attached())}, not all of {sorted(wanted)}"
+        )
 
     def attached(self) -> set[int]:
         """Workers of this model for which the service registered a stream."""

@@ -12,6 +12,8 @@ import zmq
 
 from tests.compat.streams import END
 
+RCVBUF_BYTES = 65_536
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -59,6 +61,7 @@ class Reader:
         """Everything that is published there from now on."""
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, hwm)
+        socket.setsockopt(zmq.RCVBUF, RCVBUF_BYTES)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(endpoint)
         return socket
@@ -112,8 +115,10 @@ class Asker:
         return Replay(tuple(frames), ended, took * 1_000, first * 1_000, quiet * 1_000)
 
 
-def arrived(socket: "zmq.Socket[bytes]", quiet_s: float) -> Iterator[Frame]:
-    """What comes on a subscription, until nothing came for `quiet_s`."""
-    while socket.poll(math.ceil(quiet_s * 1_000)):
+def arrived(socket: "zmq.Socket[bytes]", read_s: float) -> Iterator[Frame]:
+    """The batches that come on a subscription within `read_s`."""
+    until_s = time.monotonic() + read_s
+    while (left_s := until_s - time.monotonic()) > 0 and socket.poll(math.ceil(left_s * 1_000)):
         topic, seq, payload = socket.recv_multipart()
-        yield Frame(topic, int.from_bytes(seq, "big"), payload)
+        if seq != END:
+            yield Frame(topic, int.from_bytes(seq, "big"), payload)

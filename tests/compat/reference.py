@@ -155,12 +155,29 @@ class Truth:
 
     def stored(self, key: bytes) -> bool:
         """Whether any storage has it."""
-        return any(key in held for held in (self.shared, *self._nodes.values()))
+        return self.place(key) is not None
+
+    def place(self, key: bytes) -> str | None:
+        """The node whose storage has it, "" when all reach it; None: no storage has it."""
+        if key in self.shared:
+            return ""
+        return next((node for (node, _), held in self._nodes.items() if key in held), None)
+
+    def announced(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's first blocks are announced: each only while the one before it is, and never
+        one of a node behind one of another node, for no engine reaches both."""
+        before = ""
+        for at, key in enumerate(keys):
+            here = self.place(key)
+            if here is None or (before and here and here != before):
+                return at
+            before = here
+        return len(keys)
 
     def board(self, document: Document) -> Board:
-        """The scores that an indexer has to give. A block is announced only while all before it are."""
+        """The scores that an indexer has to give."""
         keys = document.keys
-        announced = next((at for at, key in enumerate(keys) if not self.stored(key)), len(keys))
+        announced = self.announced(keys)
         found = {
             worker: reach.score(keys, announced, self.block_size) for worker, reach in self.workers.items()
         }

@@ -18,6 +18,8 @@ from tests.compat.indexer import Indexer
 LEASE_MS = 3_000
 RING_WINDOWS = 1_000
 """Few, so that a subscriber that was away for long has to be told a snapshot."""
+SUBSCRIBER_HWM = 100
+"""Few, so that a slow one misses some soon."""
 CHANNELS_MAX = 400
 CHANNEL_PORTS = range(10_000, 15_000)
 """Below those that `free_port` gives away, and those that the kernel does."""
@@ -88,6 +90,7 @@ class Site:
         settings: Settings = {
             **TIMES,
             "events_ring_windows": RING_WINDOWS,
+            "events_subscriber_hwm": SUBSCRIBER_HWM,
             "events_channels_max": CHANNELS_MAX,
         }
         each = 2 * CHANNELS_MAX + 2 * len(MERGED)
@@ -97,7 +100,7 @@ class Site:
             first = ports[(number - 1) * each]
             merge = f"merge port_base={first + 2 * CHANNELS_MAX} engines={';'.join(MERGED)}"
             indexer = f"dynamo-indexer url={self.attached.url} poll_ms={ATTACHMENT_POLL_MS}"
-            return {"events_port_base": first, "events_attachments": [indexer, merge]}
+            return {"events_port_base": first, "events_attachments": [indexer]}
 
         cluster = LocalCluster(
             self.folder / "cluster",

@@ -69,6 +69,22 @@ def test_what_is_stored_behind_a_gap_is_not_announced(author: Author) -> None:
     assert truth.board(document) == {1: (8, 8, 8)}, "the blocks behind the gap are told to nobody"
 
 
+def test_a_block_of_one_node_behind_one_of_another_is_told_to_nobody(author: Author) -> None:
+    truth = Truth(BLOCK)
+    for worker, node in ((1, "a"), (2, "b")):
+        truth.join(worker, node)
+    document = author.write(4)
+    truth.at_node("a", HOST).add(document.keys[0])
+    truth.at_node("b", HOST).add(document.keys[1])
+    truth.shared.update(document.keys[2:])
+    assert truth.announced(document.keys) == 1
+    assert truth.board(document) == {1: (0, 4, 4)}
+    truth.drop([document.keys[0]])
+    truth.shared.add(document.keys[0])
+    assert truth.announced(document.keys) == 4
+    assert truth.board(document) == {1: (0, 0, 4), 2: (0, 0, 4)}, "nearer tiers come first, and only once"
+
+
 def test_workers_share_what_their_node_and_what_all_have(author: Author) -> None:
     truth = Truth(BLOCK)
     for worker, node in ((1, "a"), (2, "a"), (3, "b"), (4, "")):
