@@ -77,6 +77,10 @@ class View(Protocol):
         """Of the newest window of the shard that is known here; -1: the shard has not begun."""
         ...
 
+    def epoch(self, shard: int) -> int:
+        """In which this replica leads the shard, or led it last; 0: never."""
+        ...
+
     def batch(self, channel: int, window: Window) -> bytes:
         """The payload of one window on one stream; it is made once."""
         ...

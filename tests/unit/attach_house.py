@@ -49,6 +49,7 @@ class House:
         self.leading = True
         self.clock_s = 1_000.0
         self.numbers = FIRST
+        self.epochs = 2
         self.restated: list[tuple[int, str, str]] = []
         self.said: list[str] = []
 
@@ -101,6 +102,9 @@ class House:
 
     def number(self, shard: int) -> int:
         return self.numbers
+
+    def epoch(self, shard: int) -> int:
+        return self.epochs
 
     def events(self, channel: int, window: Window) -> Sequence[Raw]:
         return self.emitter.events(self.streams[channel], window)

@@ -253,3 +253,33 @@ async def test_engines_own_streams_are_registered_when_asked_for(indexer: FakeIn
     attachment.leads(0, True)
     await until(lambda: indexer.ranks().get(7) == {0: OWN, 1000: POOL}, "both streams")
     await attachment.close()
+
+
+async def test_row_09_what_a_lost_history_told_is_dropped_once(
+    indexer: FakeIndexer, house: House, attached: Attachment
+) -> None:
+    """The journal was lost: nobody knows any more what there is to take back. Whoever leads first in the new
+    history has the indexer forget the old one, also what it keeps under the engine's own rank."""
+    for rank, endpoint in ((0, OWN), (1000, POOL)):
+        body = {"instance_id": 7, "dp_rank": rank, "endpoint": endpoint, "model_name": "m", "block_size": 4}
+        indexer.answer("/register", body)
+    house.epochs = 1
+    attached.leads(0, True)
+    await asyncio.sleep(0.2)
+    house.add_engine("a", 7, events=OWN, replay="tcp://10.0.0.1:5558")
+    attached.changed()
+    await until(lambda: (7, -1) in indexer.cleared, "all that was told of the worker is dropped")
+    await until(lambda: indexer.ranks().get(7) == {0: OWN, 1000: POOL}, "and it is registered again")
+    calls = len(indexer.calls)
+    await asyncio.sleep(0.4)
+    assert len(indexer.calls) == calls
+
+
+async def test_a_failover_drops_nothing(indexer: FakeIndexer, house: House, attached: Attachment) -> None:
+    for rank, endpoint in ((0, OWN), (1000, POOL)):
+        body = {"instance_id": 7, "dp_rank": rank, "endpoint": endpoint, "model_name": "m", "block_size": 4}
+        indexer.answer("/register", body)
+    house.add_engine("a", 7)
+    attached.leads(0, True)
+    await until(lambda: attached.status().engines == 1, "it is seen to be there")
+    assert (indexer.cleared, indexer.calls) == ([], [])

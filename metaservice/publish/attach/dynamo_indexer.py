@@ -32,6 +32,8 @@ TEXT_MAX = 300
 AGAIN_S = 0.05
 """Engines that come together are seen to together."""
 DONE = (200, 201)
+EPOCH_FIRST = 1
+"""Of the first leader that a shard's history has."""
 
 
 class DynamoIndexer:
@@ -46,6 +48,11 @@ class DynamoIndexer:
         self._spare_rank = row.number("spare_rank")
         self._poll_s = row.number("poll_ms") / 1000
         self._leads: set[int] = set()
+        self._first: set[int] = set()
+        """Shards that nobody led before us: what the indexer was told of them is of a history that was lost,
+        and would never be taken back."""
+        self._made: set[tuple[int, int]] = set()
+        """(worker, rank) that were registered in this life."""
         self._books = Books()
         self._ranks: dict[int, tuple[int, int]] = {}
         """Channel -> (shard, rank of its batches): also of instances that are gone, whose engines have to be
@@ -84,6 +91,8 @@ class DynamoIndexer:
     def leads(self, shard: int, leads: bool) -> None:
         """Registrations of a shard are its leader's."""
         (self._leads.add if leads else self._leads.discard)(shard)
+        if leads and self._view.epoch(shard) == EPOCH_FIRST:
+            self._first.add(shard)
         self._wake.set()
 
     def changed(self) -> None:
@@ -134,6 +143,7 @@ class DynamoIndexer:
             answer = await http.get("/workers")
             answer.raise_for_status()
             listed = listed_workers(answer.json())
+            self._made &= {(worker, rank) for worker, row in listed.items() for rank in row.ranks}
             wishes = self._wishes()
             for call in plan(
                 wishes,
@@ -183,11 +193,17 @@ class DynamoIndexer:
         shard, real = self._ranks.get(rank - self._spare_rank, (-1, 0))
         return real if shard in self._leads else None
 
+    def _is_lost(self, worker: int, rank: int) -> bool:
+        shard, _ = self._ranks.get(rank - self._spare_rank, (-1, 0))
+        return shard in self._first and (worker, rank) not in self._made
+
     async def _make(self, http: httpx.AsyncClient, call: Call, problems: list[str]) -> None:
         registers = isinstance(call, Registration)
         answer = await http.post("/register" if registers else "/unregister", json=call.body())
         if answer.status_code in DONE:
             self._counts["registrations" if registers else "removals"] += 1
+            if registers:
+                self._made.add((call.worker, call.rank))
             self._wake.set()
             return
         text = answer.text[:TEXT_MAX]

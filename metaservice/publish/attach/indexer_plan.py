@@ -157,9 +157,12 @@ def plan(
     books: Books,
     *,
     engine_streams: bool,
+    anew: Callable[[int, int], bool] = lambda worker, rank: False,
 ) -> list[Call]:
     """The calls, in order. `real_rank`: of a spare rank the rank that its stream's batches name; None when
-    the rank is not ours to judge. `engine_streams`: register the engines' own streams too."""
+    the rank is not ours to judge. `engine_streams`: register the engines' own streams too. `anew`: whether
+    what a worker was told under a spare rank is of a history that was lost: nobody would ever take it back,
+    so all of its real rank is dropped and told again."""
     wished = {(one.worker, one.rank): one for one in wishes}
     wanted = {(ours.worker, ours.rank): ours for one in wished.values() for ours in one.ours}
     now = {worker: dict(row.ranks) for worker, row in listed.items()}
@@ -181,13 +184,13 @@ def plan(
             if real is None:
                 continue
             want = wanted.get((worker, rank))
-            if want is None:
+            if want is None or anew(worker, rank):
                 take_away(worker, rank)
                 gone.add(real)
             elif (endpoint, row.model, row.group) != (want.endpoint, want.model, want.group):
                 take_away(worker, rank)
         for real in sorted(gone):
-            if (worker, real) not in wished:
+            if (worker, real) not in wished or any(anew(worker, rank) for rank in row.ranks):
                 calls += _bury(worker, real, row, now[worker], books)
     for key, one in wished.items():
         calls_before = len(calls)
