@@ -92,6 +92,10 @@ sim: $(VENV)/.ready-dev ## Seeded histories of the core against a naive model (S
 bench: $(VENV)/.ready-dev ## Measure the service over the wire and print a table (BACKEND=postgres: replicas' journal)
 	@$(BIN)/python tests/bench/run.py --backend $(BACKEND) $(BENCH_ARGS)
 
+.PHONY: bench-events
+bench-events: $(VENV)/.ready-dev ## What cache events cost: a million blocks, 16 routers; last line is JSON
+	@$(BIN)/python tests/bench/bench_events.py $(BENCH_ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.ready-dev ## Check style, types and the import contracts
 	@$(BIN)/ruff check --quiet --output-format concise .

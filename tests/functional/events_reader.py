@@ -181,6 +181,8 @@ class Reader:
         self.batches: list[Batch] = []
         self.seq: int | None = None
         """The newest batch that was followed."""
+        self.live: int = -1
+        """The newest live batch."""
         self.replays = 0
         self.resets = 0
         self.drop: Callable[[Batch], bool] = lambda batch: False
@@ -237,6 +239,7 @@ class Reader:
     def take(self, frames: list[bytes]) -> None:
         """One live message."""
         if len(frames) == 3 and frames[1] == END:
+            # from a history that may not be the one we know: forget, and ask for all of it
             self.resets += 1
             self.seq = None
             self.index.blocks.clear()
@@ -244,9 +247,10 @@ class Reader:
         batch = decoded(frames)
         if self.drop(batch):
             return
-        if self.seq is not None and batch.seq <= self.seq:
-            raise Broken(f"batch {batch.seq} after {self.seq}")
-        if self.seq is None or batch.seq != self.seq + 1:
+        if batch.seq <= self.live:
+            raise Broken(f"batch {batch.seq} after {self.live}")
+        self.live = batch.seq
+        if self.seq is None or batch.seq > self.seq + 1:
             self.catch_up(0 if self.seq is None else self.seq + 1)
         if self.seq is None or batch.seq > self.seq:
             self.follow(batch)

@@ -160,6 +160,27 @@ def test_row_11_another_life_of_an_engine_begins_with_nothing(
     holds(service, name, prompt, id, 1)
 
 
+def test_row_11_late_words_of_a_dead_life_announce_nothing(service: EventsService, name: str) -> None:
+    """A finish of a session whose engine was replaced is refused, and no router hears of its blocks."""
+    service.furnish(name, publication={"model": name})
+    reader = service.reader(name)
+    prompt = Prompt(802, 3)
+    started = service.start(prompt, name)
+    service.engine(f"e-{name}", name, life="i2")
+    rows = len(started["locations"]) // 8
+    body = {
+        "engine": f"e-{name}",
+        "incarnation": "i1",
+        "locations": started["locations"],
+        "generations": started["generations"],
+        "checksums": bytes(8 * rows),
+    }
+    refused = service.refused("POST", f"/v1/writes/{started['session']}/finish", body)
+    assert refused.status in (404, 409, 410), refused
+    reader.beats(3)
+    assert not reader.index.blocks and reader.index.stored == 0
+
+
 def test_row_12_when_an_engine_clears_its_caches_the_pool_is_told_again(
     service: EventsService, name: str, engine: EngineStream
 ) -> None:

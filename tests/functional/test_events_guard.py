@@ -121,26 +121,6 @@ def test_other_machines_hear_nothing_unless_encrypted(tmp_path: Path) -> None:
     assert "events-host" in said and "events-curve-secret" in said
 
 
-@pytest.mark.parametrize("host", ["*", "::", "192.0.2.7", "some-name"])
-def test_whatever_is_not_loopback_is_other_machines(tmp_path: Path, host: str) -> None:
-    said = refusal(
-        tmp_path,
-        events_port_base=free_ports(8),
-        events_channels_max=4,
-        events_host=host,
-        events_advertise="here",
-    )
-    assert "events-curve-secret" in said
-
-
-def test_keys_without_clients_and_clients_without_keys_are_refused(tmp_path: Path, ring: Ring) -> None:
-    base = {"events_port_base": free_ports(8), "events_channels_max": 4}
-    assert "clients" in refusal(tmp_path / "a", **base, events_curve_secret=ring.secret_file)
-    assert "secret" in refusal(tmp_path / "b", **base, events_curve_clients=ring.row("acme", "acme"))
-    odd = {"events_curve_secret": ring.secret_file, "events_curve_clients": "short=acme"}
-    assert "40" in refusal(tmp_path / "c", **base, **odd)
-
-
 def test_a_port_that_somebody_has_stops_nobody(tmp_path: Path) -> None:
     """Its stream comes when the port is free; everything else works meanwhile."""
     ports = free_ports(128)

@@ -53,24 +53,3 @@ def test_row_11_a_worker_that_falls_silent_takes_its_memory_s_blocks_with_it(
     service.write(prompt, name)
     near.pump(lambda: near.has(prompt.hashes, "CPU"))
     near.pump(lambda: not near.index.blocks, 4.0, "it expired")
-
-
-def test_row_11_late_words_of_a_dead_life_announce_nothing(service: EventsService, name: str) -> None:
-    """A finish of a session whose engine was replaced is refused, and no router hears of its blocks."""
-    service.furnish(name, publication={"model": name})
-    reader = service.reader(name)
-    prompt = Prompt(802, 3)
-    started = service.start(prompt, name)
-    service.engine(f"e-{name}", name, life="i2")
-    rows = len(started["locations"]) // 8
-    body = {
-        "engine": f"e-{name}",
-        "incarnation": "i1",
-        "locations": started["locations"],
-        "generations": started["generations"],
-        "checksums": bytes(8 * rows),
-    }
-    refused = service.refused("POST", f"/v1/writes/{started['session']}/finish", body)
-    assert refused.status in (404, 409, 410), refused
-    reader.beats(3)
-    assert not reader.index.blocks and reader.index.stored == 0
