@@ -14,6 +14,8 @@ from .state import Instance, State
 
 WAITING_MAX = 65_536
 """Blocks that wait for their parent. Those beyond are found again when everything is looked through."""
+RESTATED_PER_MS = 20
+"""What was told before can wait: told faster than this it would hold up lookups."""
 SCAN_SLOTS = 8_192
 """Slots looked at in one step."""
 
@@ -76,6 +78,7 @@ class Telling:
         self._scan: int | None = None
         self._walks: dict[str, Walk] = {}
         self._later: deque[tuple[int, int]] = deque()
+        self._walked_ms = 0
         self._round = Walk(None)
         self._round_ms = 0
         self._owed_blocks = 0.0
@@ -89,7 +92,7 @@ class Telling:
         self.__init__()  # type: ignore[misc]
         self.leading = True
         self._scan = 0
-        self._round_ms = self._again_ms = now_ms
+        self._round_ms = self._again_ms = self._walked_ms = now_ms
 
     def rest(self) -> None:
         """Another one does."""
@@ -185,6 +188,9 @@ class Telling:
             while self._later and self._later[0][0] <= now_ms and len(crossed) < blocks:
                 crossed.append(self._later.popleft()[1])
             self._walks[""] = Walk(None, crossed)
+        waited_ms = max(0, now_ms - self._walked_ms)
+        self._walked_ms = now_ms
+        blocks = min(blocks, RESTATED_PER_MS * waited_ms)
         for name in list(self._walks):
             walk = self._walks[name]
             found += walk.step(state, blocks - len(found), SCAN_SLOTS)
