@@ -110,16 +110,17 @@ class Channel:
         elif not publish:
             self.mute()
 
-    def mute(self) -> None:
+    def mute(self, linger_ms: int = 0) -> None:
         """Close the stream: what waits for slow subscribers is lost, which is meant, for somebody else may
         lead."""
         if self._publisher is not None:
-            self._publisher.close()
+            self._publisher.close(linger_ms)
             self._publisher = None
         self.subscribers = self._subscriptions = 0
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         """Both."""
+        self.mute(linger_ms)
         self.settle(False, False)
 
     @property

@@ -61,9 +61,9 @@ class Pipe:
         self._waiting = deque(kept)
         self.backlog_bytes = sum(map(len, kept))
         self._on_empty = on_empty
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)
+        # Not before the other side has read something: what it was sent before still fills the socket.
+        self._flushing = True
+        self._loop.add_writer(self._socket, self._flush)
 
     def close(self) -> None:
         """Close this end; nothing more is called. May be called again."""

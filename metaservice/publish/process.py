@@ -36,6 +36,8 @@ RESTATE_S: Final = 1.0
 is enough."""
 SOCKETS_SPARE: Final = 512
 """For attachments and ourselves, beside two for each channel."""
+LINGER_MS: Final = 200
+"""What was sent last has so long to go when the process is told to stop."""
 ASKS_MAX: Final = 256
 """Questions that are answered at the same time."""
 
@@ -68,6 +70,7 @@ class Process:
         self._restated_s: dict[tuple[int, str], float] = {}
         self._restates: dict[tuple[int, str], str] = {}
         self.restates = 0
+        self.failures = 0
         self.unanswered = 0
         self.stopped = asyncio.Event()
         """Set when the replica said to stop."""
@@ -77,7 +80,10 @@ class Process:
         self._streams.replays.start()
         await self._ingest.start()
         for attachment in self._attachments:
-            await attachment.start()
+            try:
+                await attachment.start()
+            except Exception:
+                self._failed(f"start of attachment {attachment.name}")
 
     async def run(self) -> None:
         """Serve until told to stop."""
@@ -102,10 +108,10 @@ class Process:
             task.cancel()
         await self._ingest.close()
         await self._streams.replays.close()
-        self._streams.close()
+        self._streams.close(LINGER_MS)
         if self._curve is not None:
             self._curve.close()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=LINGER_MS)
 
     # ------------------------------------------------------------ what the replica tells
 
@@ -121,7 +127,7 @@ class Process:
             case feed.Tombstones():
                 streams.tombstones(message.shard, message.gone)
             case feed.Begin():
-                self._ingest.forget(message.shard)
+                self._pass(self._ingest.forget, message.shard)
                 streams.begin(message.shard, message.number)
             case feed.Ready():
                 streams.ready(message.shard)
@@ -129,16 +135,16 @@ class Process:
                 streams.leads(message.shard, message.leads, message.epoch)
             case feed.InstanceUp():
                 streams.instance(message)
-                self._ingest.instance_up(message)
+                self._pass(self._ingest.instance_up, message)
             case feed.InstanceDown():
                 streams.instance_down(message.instance)
-                self._ingest.instance_down(message)
+                self._pass(self._ingest.instance_down, message)
             case feed.EngineUp():
                 streams.engine(message)
-                self._ingest.engine_up(message)
+                self._pass(self._ingest.engine_up, message)
             case feed.EngineDown():
                 streams.engine_down(message.engine)
-                self._ingest.engine_down(message)
+                self._pass(self._ingest.engine_down, message)
             case feed.Ask():
                 self._asked(message)
             case feed.Stop():
@@ -182,15 +188,26 @@ class Process:
 
     def _sent(self, shard: int, window: Window) -> None:
         for attachment in self._attachments:
-            attachment.window(shard, window)
+            self._pass(attachment.window, shard, window)
 
     def _leading(self, shard: int, leads: bool) -> None:
         for attachment in self._attachments:
-            attachment.leads(shard, leads)
+            self._pass(attachment.leads, shard, leads)
 
     def _changed(self) -> None:
         for attachment in self._attachments:
-            attachment.changed()
+            self._pass(attachment.changed)
+
+    def _pass(self, call: Callable[..., None], *words: Any) -> None:
+        """A fault of one part is not to stop the streams."""
+        try:
+            call(*words)
+        except Exception:
+            self._failed(getattr(call, "__qualname__", repr(call)))
+
+    def _failed(self, what: str) -> None:
+        self.failures += 1
+        log.exception("%s failed", what)
 
     def _cleared(self, instance: str, engine: str) -> None:
         """An engine emptied its cache: routers forgot with it what they were told of the pool for it, of
@@ -212,6 +229,7 @@ class Process:
         values = tally(self._streams, self._emitter, self._curve, self._now_s())
         values["restates_total"] = self.restates
         values["unheard_total"] = self.unanswered
+        values["failures_total"] = self.failures
         values |= self._ingest.stats()
         for attachment in self._attachments:
             values |= attachment.stats()
@@ -257,6 +275,10 @@ class Process:
     def number(self, shard: int) -> int:
         _, newest = self._streams.reach(shard)
         return newest
+
+    def epoch(self, shard: int) -> int:
+        state = self._streams.shards.get(shard)
+        return 0 if state is None else state.epoch
 
     def batch(self, channel: int, window: Window) -> bytes:
         return self._streams.speller.payload(self._streams.channels[channel].plan, window)

@@ -7,6 +7,7 @@ only as fast as the consumer reads.
 
 import asyncio
 import errno
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -16,6 +17,8 @@ import zmq
 
 from .channel import COPY_BYTES_MAX, END, Channel
 from .segments import Segment, Segments
+
+log = logging.getLogger(__name__)
 
 SLICE_S = 0.003
 """What one answer may take before others have their turn."""
@@ -167,8 +170,14 @@ class Replays:
             self._unblock()
             if self._ready:
                 answer = self._ready.popleft()
-                if self._slice(answer):
-                    self._ready.append(answer)
+                try:
+                    if self._slice(answer):
+                        self._ready.append(answer)
+                except Exception:
+                    # Whoever comes after must not wait for ever because of this one.
+                    log.exception("a replay of stream %d failed", answer.channel.channel)
+                    self._send(answer, _END_MESSAGE)
+                    self._drop(answer)
                 await asyncio.sleep(0)
 
     def _unblock(self) -> None:

@@ -7,6 +7,7 @@ of changes, so whoever sends or receives has to look again afterwards; `Watched`
 
 import asyncio
 import errno
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import zmq
 
 from .settings import PublishConfig
 from .view import Curve
+
+log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
 
@@ -102,12 +105,12 @@ class Watched:
         if self._open and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._again()
 
-    def close(self) -> None:
-        """What is not sent yet is lost. May be called again."""
+    def close(self, linger_ms: int = 0) -> None:
+        """What is not sent within `linger_ms` is lost; this does not wait for it. May be called again."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._descriptor)
-            self.socket.close()
+            self.socket.close(linger_ms)
 
     def _again(self) -> None:
         self._loop.call_soon(self._read)
@@ -124,5 +127,8 @@ class Watched:
                 if error.errno == errno.EINTR:
                     continue
                 raise
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:
+                log.exception("a message of %d frames was not understood", len(message))
         self._again()

@@ -19,6 +19,7 @@ from .replay import Replays
 from .ring import Ring, RingBudget
 from .segments import Segment, Segments
 from .settings import PublishConfig
+from .shard import ShardState
 from .spelling import Speller
 from .view import Curve
 
@@ -26,27 +27,6 @@ BURST_MAX = 64
 """Windows sent in one go when several are due."""
 BEAT_S = 0.05
 """The replica is not asked for windows more often."""
-
-
-class ShardState:
-    """One shard as the publisher knows it."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self.number = -1
-        """Of the newest window; -1: it has not begun."""
-        self.now_ms = 0
-        """Its clock."""
-        self.heard_s = 0.0
-        """When the newest window came."""
-        self.stands = False
-        """Whether all that is announced is known."""
-        self.leads = False
-        self.epoch = 0
-        self.due = 0
-        """The next window to send, while this replica leads."""
-        self.beat_s = 0.0
-        self.beat_due = False
 
 
 class Streams:
@@ -309,9 +289,9 @@ class Streams:
         after = self.channels[number] = self._new_channel(wish)
         after.forget_from(self._shard(wish.shard).number)
 
-    def _close(self, number: int) -> None:
+    def _close(self, number: int, linger_ms: int = 0) -> None:
         channel = self.channels.pop(number)
-        channel.close()
+        channel.close(linger_ms)
         self.retired.update(channel.counts)
         self.replays.forget(number)
         self.segments.forget(number)
@@ -331,10 +311,10 @@ class Streams:
         else:
             self._say("info", f"stream {channel.channel} is open now")
 
-    def close(self) -> None:
-        """Close every socket."""
+    def close(self, linger_ms: int) -> None:
+        """Close every socket. What waits for subscribers has so long to go."""
         for number in list(self.channels):
-            self._close(number)
+            self._close(number, linger_ms)
 
     # ------------------------------------------------------------ who listens
 

@@ -201,9 +201,11 @@ async def test_a_process_that_does_not_read_is_told_anew_and_costs_the_replica_n
         with pytest.raises(PublisherUnavailable):
             await house.publisher.ask("status", b"\x80", 1_000)
         house.publisher.tell(model.window([model.grow(64)]))
-        os.kill(pid, signal.SIGCONT)
-        await until(lambda: house.publisher.backlog_bytes == 0)
+        house.begun.clear()
         await asyncio.sleep(0.1)
+        assert not house.begun.is_set()
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.wait_for(house.begun.wait(), 5)
         status = await house.settled()
         assert house.publisher.starts == 1
         assert status["streams"][0]["announced"] == len(model.blocks)
