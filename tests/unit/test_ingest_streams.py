@@ -12,9 +12,9 @@ import zmq
 import zmq.asyncio
 
 from metaservice.publish.feed import EngineDown, EngineUp, InstanceDown
+from metaservice.publish.ingest.follow import BadEndpoint, endpoint_of
 from metaservice.publish.ingest.ingest import Ingest
 from metaservice.publish.ingest.limits import IngestLimits
-from metaservice.publish.ingest.stream import BadEndpoint, endpoint_of
 from tests.unit.ingest_house import (
     CLEARED,
     ToyEngine,

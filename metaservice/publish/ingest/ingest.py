@@ -15,9 +15,10 @@ from metaservice.publish.route import Announced, Router
 
 from .dialect import DIALECTS, VLLM, DialectReader
 from .events import EngineEvents
+from .follow import BadEndpoint, Inbox
 from .limits import IngestLimits
 from .reports import Reports
-from .stream import BadEndpoint, EngineStream, Inbox
+from .stream import EngineStream
 
 _LOOK_MS = 1_000
 _RETIRED_MAX = 4_096
@@ -258,7 +259,8 @@ class Ingest:
         now_s = self._now_s()
         for engine, stream in self._streams.items():
             total.update(_counts(stream))
-            heard_s = stream.member.heard_s
+            member = self.holdings.get(engine)
+            heard_s = member.heard_s if member is not None else None
             label = f'{{engine="{engine}"}}'
             found |= {
                 f"ingest_silent{label}": float(self._is_silent(engine)),
