@@ -98,3 +98,25 @@ def test_engines_come_and_go_with_what_they_hold() -> None:
     holdings.drop("a")
     assert list(holdings.of("i0")) == []
     assert holdings.room.entries == 3
+
+
+def test_two_names_of_one_content_do_not_take_each_other_along() -> None:
+    _, held = source()
+    first, second = names(2)
+    (key,) = token_keys(ROOT, packed(ids(1)))
+    held.store(0, None, [first], packed(ids(1)), ROOT)
+    held.store(0, None, [second], packed(ids(1)), ROOT)
+    held.remove(0, [first])
+    assert held.hash_of(key) == second
+
+
+def test_a_block_that_is_told_again_without_its_parent_keeps_its_content() -> None:
+    room, held = source()
+    first, second, third = names(3)
+    keys = token_keys(ROOT, packed(ids(3)))
+    held.store(0, None, [first, second], packed(ids(2)), ROOT)
+    held.remove(0, [first])
+    assert held.store(1, first, [second, third], packed(ids(3)[4:]), ROOT) is Stored.taken
+    held.remove(0, [second])
+    assert [held.hash_of(key) for key in keys] == [None, second, third]
+    assert room.orphaned == 0
