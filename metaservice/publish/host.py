@@ -159,6 +159,8 @@ class Publisher:
                 await self._one_life(first)
             except OSError as error:
                 log.error("the publisher cannot be started: %s", error)
+            except Exception:
+                log.exception("the publisher could not be told anything")
             finally:
                 first.set()
             if self._now_s() - started_s >= SETTLED_S:
@@ -223,7 +225,12 @@ class Publisher:
 
     def _heard(self, frame: memoryview) -> None:
         self._heard_s = self._now_s()
-        message = self._decoder.decode(frame)
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.DecodeError:
+            log.exception("the publisher says what nobody understands; ending it")
+            self._deaf()
+            return
         match message:
             case Answer():
                 waiting = self._asks.get(message.id)

@@ -263,7 +263,7 @@ class Process:
 
     @property
     def streams(self) -> Mapping[int, Stream]:
-        return {number: channel.plan.stream for number, channel in self._streams.channels.items()}
+        return self._streams.streams
 
     def endpoints(self, channel: int) -> tuple[str, str]:
         host, port = self._config.public_host, self._config.port(channel)

@@ -11,7 +11,7 @@ from metaservice.core.windows import Gone, Run, Window
 
 from .announced import Announced
 from .channel import Channel, ChannelPlan
-from .emitters.port import Emitter
+from .emitters.port import Emitter, Stream
 from .feed import EngineUp, InstanceUp
 from .fence import FencePage
 from .plan import plan
@@ -70,6 +70,8 @@ class Streams:
         self.instances: dict[str, InstanceUp] = {}
         self.channels: dict[int, Channel] = {}
         self._by_shard: dict[int, list[Channel]] = {}
+        self.streams: dict[int, Stream] = {}
+        """By channel."""
         self._replanned = True
         self._serving: set[int] = set()
         self._trouble: dict[int, str] = {}
@@ -273,6 +275,7 @@ class Streams:
         self._by_shard = {}
         for channel in self.channels.values():
             self._by_shard.setdefault(channel.plan.shard, []).append(channel)
+        self.streams = {number: channel.plan.stream for number, channel in self.channels.items()}
 
     def _new_channel(self, wish: ChannelPlan) -> Channel:
         return Channel(wish, self._config, self._context, self._curve, self._joined, self.replays.request)
