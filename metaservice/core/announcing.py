@@ -9,7 +9,7 @@ All work is in steps of bounded size: routers must not cost a lookup anything.
 """
 
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 from .commands import Announce, Restate
 from .events import Announced, Event
@@ -18,7 +18,8 @@ from .memory import Memory
 from .rejections import Rejection
 from .replies import Done
 from .state import Instance, State
-from .told import hangs, may_stand
+from .telling import Telling
+from .told import SLOT_BITS, SLOT_MASK, hangs, may_stand, sift
 
 CANDIDATES_PER_BLOCK = 4
 """Candidates looked at in a step for each block that it may announce."""
@@ -27,16 +28,14 @@ CROSSING_MS = 2_000
 and who heard of the block first passed it over."""
 HEATED_MAX = 4_096
 """Blocks that lookups bring back at a time."""
-_SLOT_BITS = 32
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
 def due(state: State, memory: Memory, now_ms: int) -> bool:
     """Whether there is a step to take now."""
-    telling = memory.telling
+    telling = _led(state, memory, now_ms)
     if telling.pressing or state.untold or telling.crossing(now_ms):
         return True
-    return now_ms - telling.told_ms >= memory.limits.beat_ms and speaks(state)
+    return now_ms - telling.told_ms >= memory.limits.beat_ms and bool(state.published)
 
 
 def eligible(state: State, slot: int) -> bool:
@@ -44,17 +43,20 @@ def eligible(state: State, slot: int) -> bool:
     return bool(state.index.visible[slot]) and may_stand(state, slot)
 
 
-def speaks(state: State) -> bool:
-    """Whether any instance of this shard is announced."""
-    return any(
-        one.publication is not None and (state.shards == 1 or one.shard == state.shard)
-        for one in state.instances.values()
-    )
+def _led(state: State, memory: Memory, now_ms: int) -> Telling:
+    """The leader's mind, from the first time on that somebody asks what to announce: where nobody does,
+    nothing is gathered."""
+    telling = memory.telling
+    if not telling.leading:
+        telling.lead(now_ms)
+        for instance in state.published:
+            telling.shrink(state.instances[instance])
+    return telling
 
 
 def announce(state: State, memory: Memory, command: Announce, now_ms: int) -> tuple[object, list[Event]]:
     """One step; no event when there is nothing to say and it is no time for a beat."""
-    telling, limits = memory.telling, memory.limits
+    telling, limits = _led(state, memory, now_ms), memory.limits
     dropped = _shrunk(state, memory)
     stored: list[int] = []
     if len(state.untold) < limits.window_removed_max:
@@ -62,12 +64,12 @@ def announce(state: State, memory: Memory, command: Announce, now_ms: int) -> tu
         colder, stored = _stored(state, memory, now_ms)
         dropped += colder
     restated = telling.restated(state, now_ms, limits.window_blocks_max, limits.restate_ms)
-    again = telling.again(len(state.tombstones), now_ms, limits.restate_ms)
+    again = telling.again(len(state.tombstones), now_ms, limits.restate_ms, limits.window_removed_max)
     silent = not (dropped or stored or restated or again or state.untold)
-    if silent and not (now_ms - telling.told_ms >= limits.beat_ms and speaks(state)):
+    if silent and not (now_ms - telling.told_ms >= limits.beat_ms and state.published):
         return Done(), []
     columns = packed_slots(stored), packed_slots(restated), packed_slots(dropped)
-    return Done(), [Announced(now_ms, state.window + 1, *columns, again)]
+    return Done(), [Announced(now_ms, state.window + 1, *columns, again, limits.window_removed_max)]
 
 
 def restate(state: State, memory: Memory, command: Restate, now_ms: int) -> tuple[object, list[Event]]:
@@ -81,8 +83,9 @@ def restate(state: State, memory: Memory, command: Restate, now_ms: int) -> tupl
         chosen = [instance]
     else:
         chosen = [one for one in state.instances.values() if one.publication is not None]
+    telling = _led(state, memory, now_ms)
     for one in chosen:
-        memory.telling.restate(one)
+        telling.restate(one)
     return Done(), []
 
 
@@ -120,12 +123,14 @@ def _stored(state: State, memory: Memory, now_ms: int) -> tuple[list[int], list[
         if index.announced[slot] or slot in chosen or not eligible(state, slot):
             continue
         table = index.tables[index.table[slot]]
+        if table.instance in telling.shrinking:
+            continue  # found again when it has room
         parent = index.parent[slot]
         if not hangs(state, slot, chosen):
             assert parent is not None, "what begins a prompt hangs on nothing"
             telling.wait(table, parent, slot)
             continue
-        if parent is not None and index.storage[table.slots[parent]] != index.storage[slot]:
+        if parent is not None and _crosses(state, slot, table.slots[parent]):
             telling.later(slot, now_ms + CROSSING_MS)
         chosen.add(slot)
         wanted.setdefault(table.instance, []).append(slot)
@@ -146,16 +151,26 @@ def _stored(state: State, memory: Memory, now_ms: int) -> tuple[list[int], list[
 def _shrunk(state: State, memory: Memory) -> list[int]:
     """What goes because a limit was lowered."""
     dropped: list[int] = []
-    for name in list(memory.telling.shrinking):
+    telling = memory.telling
+    for name in list(telling.shrinking):
+        left = memory.limits.window_blocks_max - len(dropped)
+        if left <= 0:
+            break
         instance = state.instances.get(name)
         if instance is not None and instance.publication is not None:
             over = instance.announced - instance.publication.entries_max
-            if over > 0:
-                dropped += _coldest(state, instance, min(over, memory.limits.window_blocks_max), ())
-                if dropped:
-                    continue
-        del memory.telling.shrinking[name]
+            if over > 0 and (colder := _coldest(state, instance, min(over, left), ())):
+                dropped += colder
+                continue
+        del telling.shrinking[name]
+        telling.look_again()
     return dropped
+
+
+def _crosses(state: State, slot: int, parent: int) -> bool:
+    """Whether the two are told in different streams."""
+    here, there = state.index.storage[slot], state.index.storage[parent]
+    return here != there and state.storage_of[here].node != state.storage_of[there].node
 
 
 def _coldest(state: State, instance: Instance, count: int, wanted: Iterable[int]) -> list[int]:
@@ -163,7 +178,7 @@ def _coldest(state: State, instance: Instance, count: int, wanted: Iterable[int]
     is wanted, each only when all below it are among them; none that a wanted block hangs on."""
     index, table = state.index, instance.primary
     if len(table.hot) > 4 * instance.announced + 1024:
-        rebuild(state, table)
+        sift(index, table)
     heap = table.hot
     needed = {index.parent[slot] for slot in wanted}
     newest_ms = max((index.used_ms[slot] for slot in wanted), default=1 << 62)
@@ -172,12 +187,12 @@ def _coldest(state: State, instance: Instance, count: int, wanted: Iterable[int]
     aside: list[int] = []
     while heap and len(victims) < count:
         entry = heap[0]
-        slot = entry & _SLOT_MASK
+        slot = entry & SLOT_MASK
         used = index.used_ms[slot]
         if slot in chosen or not index.announced[slot] or index.table[slot] != table.number:
             heappop(heap)
-        elif used != entry >> _SLOT_BITS:
-            heapreplace(heap, used << _SLOT_BITS | slot)
+        elif used != entry >> SLOT_BITS:
+            heapreplace(heap, used << SLOT_BITS | slot)
         elif not _all_below(table, index.key[slot], chosen):
             heappop(heap)  # it comes back when what is below it goes
         elif used > newest_ms:
@@ -191,7 +206,7 @@ def _coldest(state: State, instance: Instance, count: int, wanted: Iterable[int]
             parent = index.parent[slot]
             upper = None if parent is None else table.slots.get(parent)
             if upper is not None and index.announced[upper]:
-                heappush(heap, index.used_ms[upper] << _SLOT_BITS | upper)
+                heappush(heap, index.used_ms[upper] << SLOT_BITS | upper)
     for entry in aside:
         heappush(heap, entry)
     return victims
@@ -202,14 +217,3 @@ def _all_below(table: Table, key: bytes, chosen: set[int]) -> bool:
     if below is None:
         return True
     return below in chosen if isinstance(below, int) else below <= chosen
-
-
-def rebuild(state: State, table: Table) -> None:
-    """The table's candidates anew, when stale entries outnumber live ones."""
-    index = state.index
-    table.hot = [
-        index.used_ms[slot] << _SLOT_BITS | slot
-        for slot in table.slots.values()
-        if index.announced[slot] and index.key[slot] not in table.below
-    ]
-    heapify(table.hot)

@@ -148,6 +148,7 @@ def _instance_retired(state: State, memory: Memory, event: ev.InstanceRetired) -
 
 def _instance_gone(state: State, memory: Memory, event: ev.InstanceGone) -> None:
     instance = state.instances.pop(event.instance)
+    state.published.discard(event.instance)
     del state.retiring[event.instance]
     for table in instance.tables.values():
         assert not table.slots and not table.blocks_deleting, "an instance goes that still has locations"

@@ -305,15 +305,17 @@ class HotBlocks(_Base, frozen=True, array_like=True, tag="hot_blocks"):
 
 class Announced(_Base, frozen=True, array_like=True, tag="announced"):
     """What routers are told next, in this order. `number` is the seq that every stream of the shard gives it.
-    `dropped`: announced blocks that are to be no longer; then what went by itself is told as removed; then
-    `again` tombstones; then `restated`, told as removed and stored; then `stored`. Of the columns of slots,
-    what does not fit the state (it went meanwhile) is passed over."""
+    `dropped`: announced blocks that are to be no longer; then what went by itself is told as removed, at most
+    `removed` blocks (the leader's setting: another replica may have another one); then `again` tombstones;
+    then `restated`, told as removed and stored; then `stored`. Of the columns of slots, what does not fit the
+    state (it went meanwhile) is passed over."""
 
     number: int
     stored: bytes
     restated: bytes
     dropped: bytes
     again: int
+    removed: int = 4_096
 
 
 class StateChecked(_Base, frozen=True, array_like=True, tag="state_checked"):

@@ -153,7 +153,7 @@ class Machine:
         events: list[Event] = [TookOver(now_ms, command.epoch, cluster), *pools.orphans(self.state, now_ms)]
         for event in events:
             apply(self.state, self.memory, event)
-        self.memory.telling.lead(now_ms)
+        self.memory.telling.rest()  # it begins when somebody asks what to announce
         return events
 
     def _run(self, steps: Iterator[list[Event]]) -> Iterator[Event]:
@@ -236,13 +236,18 @@ class Machine:
             self.memory.windows = deque()
 
     @property
+    def settled(self) -> bool:
+        """Whether all that is applied is durable."""
+        return self.memory.durable_seq == self.state.seq
+
+    @property
     def window(self) -> int:
         """Number of the last window."""
         return self.state.window
 
     def untold(self, instance: str) -> bool:
         """Whether routers have still to be told that blocks of the instance went."""
-        return any(one.instance == instance for one in self.state.untold)
+        return instance in self.state.untold_of
 
     def knows_engine(self, engine: str) -> bool:
         """Whether the engine is registered, expired or not."""
@@ -266,8 +271,7 @@ class Machine:
 
     def tombstones(self) -> list[Gone]:
         """What routers were told as removed lately."""
-        state = self.state
-        return told.gone_rows(one for one in state.tombstones if not told.stands(state, one))
+        return told.tombstones(self.state)
 
     def publications(self) -> list[Announcement]:
         """The instances whose blocks routers are told of by this shard."""

@@ -358,8 +358,14 @@ class State:
         """Instances being removed, in the order asked."""
         self.window = WINDOW_FIRST
         """Number of the last step of what routers were told."""
+        self.announced = 0
+        """How many blocks routers are told of, of all instances; derived."""
+        self.published: set[str] = set()
+        """Instances that this shard tells routers of; derived."""
         self.untold: dict[Told, None] = {}
         """What is not there any more and routers still know, in the order in which it went."""
+        self.untold_of: dict[str, int] = {}
+        """How much of it is of which instance; derived."""
         self.tombstones: deque[Told] = deque()
         """What routers were told as removed; some of them may have missed it."""
         self.session_next = 1

@@ -18,6 +18,8 @@ RESTATED_PER_MS = 20
 """What was told before can wait: told faster than this it would hold up lookups."""
 SCAN_SLOTS = 8_192
 """Slots looked at in one step."""
+ROUND_SLOTS_MAX = 65_536
+"""Slots that the round through everything goes past in one step, however long nothing was told."""
 
 
 class Walk:
@@ -28,7 +30,9 @@ class Walk:
         """`below`: only these and all that hangs on them."""
         self._table = table
         self._next = 0 if not below else 1 << 62
-        self._todo: list[int] = list(below)
+        self._todo: list[int] = list(reversed(below))
+        self._met: set[int] | None = set() if below else None
+        """One of them may hang on another."""
 
     def step(self, state: State, blocks: int, slots: int) -> list[int]:
         """At most that many announced slots, having looked at that many slots at most for beginnings."""
@@ -37,8 +41,10 @@ class Walk:
         while len(found) < blocks:
             if self._todo:
                 slot = self._todo.pop()
-                if index.announced[slot]:
+                if index.announced[slot] and (self._met is None or slot not in self._met):
                     found.append(slot)
+                    if self._met is not None:
+                        self._met.add(slot)
                     below = index.tables[index.table[slot]].below.get(index.key[slot], ())
                     self._todo += (below,) if isinstance(below, int) else below
                 continue
@@ -55,6 +61,11 @@ class Walk:
             self._todo.reverse()
             self._next = end
         return found
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has gone past something."""
+        return bool(self._next)
 
     def over(self, state: State) -> bool:
         """Whether it has come to the end."""
@@ -77,6 +88,8 @@ class Telling:
         """How many blocks wait for a parent that is not announced: orphans, if it never is."""
         self._scan: int | None = None
         self._walks: dict[str, Walk] = {}
+        self._once_more: dict[str, Instance] = {}
+        """To be told from the beginning again when the walk under way is over."""
         self._later: deque[tuple[int, int]] = deque()
         self._walked_ms = 0
         self._round = Walk(None)
@@ -84,6 +97,7 @@ class Telling:
         self._owed_blocks = 0.0
         self._owed_again = 0.0
         self._again_ms = 0
+        self._looked_ms = 0
 
     # ------------------------------------------------------------ who leads
 
@@ -92,7 +106,7 @@ class Telling:
         self.__init__()  # type: ignore[misc]
         self.leading = True
         self._scan = 0
-        self._round_ms = self._again_ms = self._walked_ms = now_ms
+        self._round_ms = self._again_ms = self._walked_ms = self._looked_ms = now_ms
 
     def rest(self) -> None:
         """Another one does."""
@@ -120,9 +134,12 @@ class Telling:
     """These blocks may be announced again when their parent is."""
 
     def look_again(self) -> None:
-        """What is announced at all has changed."""
+        """What may be announced has changed: look through everything. Those that wait are found again, if
+        they are still there."""
         if self.leading:
             self._scan = 0
+            self._waiting.clear()
+            self.waiting = 0
 
     def shrink(self, instance: Instance) -> None:
         """Its limit may be lower now."""
@@ -177,8 +194,13 @@ class Telling:
             self._later.append((at_ms, slot))
 
     def restate(self, instance: Instance) -> None:
-        """Tell all of the instance once more, from the beginning."""
-        self._walks[instance.id] = Walk(instance.primary)
+        """Tell all of the instance once more, from the beginning. One that is under way comes to its end
+        first: somebody who asks again and again must not keep others from hearing of the rest."""
+        walk = self._walks.get(instance.id)
+        if walk is not None and walk.begun:
+            self._once_more[instance.id] = instance
+        else:
+            self._walks[instance.id] = Walk(instance.primary)
 
     def restated(self, state: State, now_ms: int, blocks: int, restate_ms: int) -> list[int]:
         """What to tell once more in this step: what was asked for, and a share of everything."""
@@ -196,28 +218,32 @@ class Telling:
             found += walk.step(state, blocks - len(found), SCAN_SLOTS)
             if walk.over(state):
                 del self._walks[name]
+                instance = self._once_more.pop(name, None)
+                if instance is not None:
+                    self._walks[name] = Walk(instance.primary)
             if len(found) >= blocks:
                 return found
         passed_ms = max(0, now_ms - self._round_ms)
         self._round_ms = now_ms
         share = min(1.0, passed_ms / restate_ms)
-        announced = sum(one.announced for one in state.instances.values())
-        self._owed_blocks = min(blocks, self._owed_blocks + announced * share)
+        if now_ms - self._looked_ms >= restate_ms and self._scan is None:
+            self._looked_ms = now_ms
+            self.look_again()
+        self._owed_blocks = min(blocks, self._owed_blocks + state.announced * share)
         if self._owed_blocks >= 1:
-            slots = max(1, int(len(state.index) * share) + 64)
+            slots = min(int(len(state.index) * share) + 64, ROUND_SLOTS_MAX)
             again = self._round.step(state, min(int(self._owed_blocks), blocks - len(found)), slots)
             self._owed_blocks -= len(again)
             found += again
             if self._round.over(state):
                 self._round = Walk(None)
-                self.look_again()
         return found
 
-    def again(self, tombstones: int, now_ms: int, restate_ms: int) -> int:
+    def again(self, tombstones: int, now_ms: int, restate_ms: int, most: int) -> int:
         """How many tombstones to tell once more in this step."""
         passed_ms = max(0, now_ms - self._again_ms)
         self._again_ms = now_ms
         self._owed_again = min(float(tombstones), self._owed_again + tombstones * passed_ms / restate_ms)
-        count = int(self._owed_again)
+        count = min(int(self._owed_again), most)
         self._owed_again -= count
         return count

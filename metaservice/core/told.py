@@ -7,7 +7,7 @@ and when one goes all below it are withdrawn with it, to be announced again when
 """
 
 from collections.abc import Container, Iterable, Sequence
-from heapq import heappush
+from heapq import heapify, heappush
 from itertools import islice
 
 from .events import Announced
@@ -18,6 +18,8 @@ from .starts import announceable
 from .state import Instance, State, Told
 from .windows import Gone, Run, Window
 
+SLOT_BITS = 32
+SLOT_MASK = (1 << SLOT_BITS) - 1
 TOLD_AGAIN = 2
 """How often a removal is told once more: a router that missed it once has most likely heard it then."""
 
@@ -65,9 +67,10 @@ def take(state: State, memory: Memory, event: Announced) -> None:
     assert event.number == state.window + 1, f"window {event.number} after {state.window}"
     state.window = event.number
     withdraw(state, memory, unpacked_slots(event.dropped))
-    gone = list(islice(state.untold, memory.limits.window_removed_max))
+    gone = list(islice(state.untold, event.removed))
     for told in gone:
         del state.untold[told]
+        _owe(state, told.instance, -1)
     again = _again(state, event.again)
     _bury(state, gone)
     index = state.index
@@ -92,10 +95,10 @@ def _store(state: State, memory: Memory, slots: Iterable[int]) -> list[int]:
         index.announced[slot] = 1
         stored.append(slot)
         table = index.tables[index.table[slot]]
-        state.instances[table.instance].announced += 1
+        _count(state, table, 1)
         _hang(table, index.parent[slot], slot)
     for slot in stored:
-        _offer(index, slot)
+        _offer(state, index.tables[index.table[slot]], slot)
     if stored:
         memory.telling.stored(state, stored)
     return stored
@@ -113,11 +116,40 @@ def _hang(table: Table, parent: bytes | None, slot: int) -> None:
         below.add(slot)
 
 
-def _offer(index: BlockIndex, slot: int) -> None:
+def _count(state: State, table: Table, change: int) -> None:
+    """So many blocks of the table more are announced."""
+    state.instances[table.instance].announced += change
+    state.announced += change
+
+
+def _owe(state: State, instance: str, change: int) -> None:
+    """So many removals of the instance more are not told yet."""
+    count = state.untold_of.get(instance, 0) + change
+    if count:
+        state.untold_of[instance] = count
+    else:
+        state.untold_of.pop(instance, None)
+
+
+def _offer(state: State, table: Table, slot: int) -> None:
     """An announced block with none below it may be the next to be withdrawn."""
-    table = index.tables[index.table[slot]]
+    index = state.index
     if index.key[slot] not in table.below:
-        heappush(table.hot, index.used_ms[slot] << 32 | slot)
+        heappush(table.hot, index.used_ms[slot] << SLOT_BITS | slot)
+        if len(table.hot) > 4 * state.instances[table.instance].announced + 1024:
+            sift(index, table)
+
+
+def sift(index: BlockIndex, table: Table) -> None:
+    """Leave one candidate a block, when stale ones outnumber the others. On every replica: it may lead one
+    day, or never."""
+    slots = {entry & SLOT_MASK for entry in table.hot}
+    table.hot = [
+        index.used_ms[slot] << SLOT_BITS | slot
+        for slot in slots
+        if index.announced[slot] and index.table[slot] == table.number and index.key[slot] not in table.below
+    ]
+    heapify(table.hot)
 
 
 # ---------------------------------------------------------------- withdrawing
@@ -140,12 +172,13 @@ def withdraw(state: State, memory: Memory, slots: Iterable[int]) -> None:
                 continue
             announced[slot] = 0
             table = index.tables[index.table[slot]]
-            instance = state.instances[table.instance]
-            instance.announced -= 1
-            storage = state.storage_of[index.storage[slot]]
+            _count(state, table, -1)
             key = index.key[slot]
-            state.untold[Told(instance.id, storage.medium, storage.node, key)] = None
-            _unhang(index, table, slot)
+            told = Told(table.instance, *state.storage_of[index.storage[slot]].place(), key)
+            if told not in state.untold:
+                state.untold[told] = None
+                _owe(state, table.instance, 1)
+            _unhang(state, table, slot)
             below = table.below.pop(key, None)
             if below is not None:
                 under = [below] if isinstance(below, int) else sorted(below)
@@ -155,7 +188,8 @@ def withdraw(state: State, memory: Memory, slots: Iterable[int]) -> None:
         memory.telling.wanting(wanting)
 
 
-def _unhang(index: BlockIndex, table: Table, slot: int) -> None:
+def _unhang(state: State, table: Table, slot: int) -> None:
+    index = state.index
     parent = index.parent[slot]
     if parent is None:
         return
@@ -171,7 +205,7 @@ def _unhang(index: BlockIndex, table: Table, slot: int) -> None:
         del table.below[parent]
     upper = table.slots.get(parent)
     if upper is not None and index.announced[upper]:
-        heappush(table.hot, index.used_ms[upper] << 32 | upper)
+        _offer(state, table, upper)
 
 
 def _bury(state: State, gone: Iterable[Told]) -> None:
@@ -182,11 +216,12 @@ def _bury(state: State, gone: Iterable[Told]) -> None:
 
 
 def _again(state: State, count: int) -> list[Told]:
-    """The next tombstones to be told once more, without those whose block is announced there (again)."""
+    """The next tombstones to be told once more, without those whose block is announced there (again) and
+    those of instances that are no more."""
     told = []
     for _ in range(min(count, len(state.tombstones))):
         one = state.tombstones.popleft()
-        if stands(state, one) or one in state.untold:
+        if one.instance not in state.instances or stands(state, one) or one in state.untold:
             continue
         told.append(one)
         if one.times + 1 < TOLD_AGAIN:
@@ -240,11 +275,19 @@ def _run(state: State, slots: list[int]) -> Run:
 
 
 def gone_rows(told: Iterable[Told]) -> list[Gone]:
-    """Removed blocks by place, in their order."""
-    by_place: dict[tuple[str, str, str], list[bytes]] = {}
+    """Removed blocks by place, in their order; by length of key too: an instance of the same name may have
+    been there before."""
+    by_place: dict[tuple[str, str, str, int], list[bytes]] = {}
     for one in told:
-        by_place.setdefault((one.instance, one.medium, one.node), []).append(one.key)
-    return [Gone(*place, len(keys[0]), b"".join(keys)) for place, keys in by_place.items()]
+        by_place.setdefault((one.instance, one.medium, one.node, len(one.key)), []).append(one.key)
+    return [Gone(*place, b"".join(keys)) for place, keys in by_place.items()]
+
+
+def tombstones(state: State) -> list[Gone]:
+    """What is remembered as gone, and neither announced there again nor of an instance that is no more."""
+    return gone_rows(
+        one for one in state.tombstones if one.instance in state.instances and not stands(state, one)
+    )
 
 
 def standing(state: State, first: int, count: int) -> tuple[list[Run], int | None]:
@@ -262,10 +305,20 @@ def derive(state: State) -> None:
     slots = [slot for slot, flag in enumerate(index.announced) if flag]
     for slot in slots:
         table = index.tables[index.table[slot]]
-        state.instances[table.instance].announced += 1
+        _count(state, table, 1)
         _hang(table, index.parent[slot], slot)
     for slot in slots:
-        _offer(index, slot)
+        _offer(state, index.tables[index.table[slot]], slot)
+    for told in state.untold:
+        _owe(state, told.instance, 1)
+    for instance in state.instances.values():
+        _speaks(state, instance)
+
+
+def _speaks(state: State, instance: Instance) -> None:
+    """Note whether this shard tells routers of the instance."""
+    here = state.shards == 1 or instance.shard == state.shard
+    (state.published.add if here and instance.publication else state.published.discard)(instance.id)
 
 
 def moved(state: State, memory: Memory, storage: int) -> None:
@@ -278,6 +331,7 @@ def moved(state: State, memory: Memory, storage: int) -> None:
 
 def published(state: State, memory: Memory, instance: Instance) -> None:
     """An instance is announced from now on, in another way, or no more."""
+    _speaks(state, instance)
     if instance.publication is None and instance.announced:
         index = state.index
         withdraw(
