@@ -8,7 +8,7 @@ Removing what is not there, storing what is there and telling a child before its
 get lost.
 """
 
-from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, KeysView, Mapping, Sequence
 from enum import Enum
 
 from metaservice.publish.feed import EngineUp
@@ -17,7 +17,6 @@ from metaservice.publish.hashes import token_key, token_keys
 TIERS = ("gpu", "cpu", "storage", "external")
 """The nearest first; a tier is named by its number here."""
 GPU, CPU, STORAGE, EXTERNAL = range(4)
-NOWHERE = len(TIERS)
 
 _UNTOLD = b""
 """The token key of a block whose tokens, or those of a block before it, are not known."""
@@ -148,16 +147,20 @@ class SourceHoldings:
 
     # ------------------------------------------------------------ what is asked
 
-    def nearest(self, one: int) -> int:
-        """The nearest tier that has this hash; NOWHERE when none has."""
-        for tier, there in enumerate(self._tiers):
-            if one in there:
-                return tier
-        return NOWHERE
+    @property
+    def tables(self) -> Sequence[Container[int]]:
+        """The hashes in each tier, to be read at once."""
+        return self._tiers
 
     def hash_of(self, key: bytes) -> int | None:
         """The hash by which the source knows this token key; None: it does not hold it."""
         return self._by_token.get(key)
+
+    def hashes_of(self, keys: Sequence[bytes]) -> list[int | None]:
+        """`hash_of` of each; nothing at all when it does not hold the first."""
+        if not keys or keys[0] not in self._by_token:
+            return []
+        return list(map(self._by_token.get, keys))
 
     def hashes(self, tier: int) -> KeysView[int]:
         """What is in a tier, to be read at once."""
@@ -237,7 +240,7 @@ class SourceHoldings:
     def _forget_dead(self) -> None:
         """Runs that went before their parent came."""
         for parent, runs in list(self._waiting.items()):
-            alive = [run for run in runs if any(self.nearest(one) < NOWHERE for one in run[0])]
+            alive = [run for run in runs if any(one in there for one in run[0] for there in self._tiers)]
             if len(alive) == len(runs):
                 continue
             self._waits(sum(len(run[0]) for run in alive) - sum(len(run[0]) for run in runs))

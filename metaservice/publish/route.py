@@ -1,8 +1,9 @@
 """Answers routers that ask rather than subscribe: which engine holds how much of this prompt?"""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -13,7 +14,7 @@ from metaservice.publish.attach.names import worker_number
 from metaservice.publish.errors import PublisherUnavailable
 from metaservice.publish.feed import InstanceUp
 from metaservice.publish.hashes import block_keys, event_hashes, token_keys, token_root
-from metaservice.publish.holdings import NOWHERE, TIERS, Holdings, Member, SourceHoldings
+from metaservice.publish.holdings import TIERS, Holdings, Member, SourceHoldings
 from metaservice.publish.packing import ids_of, pack_windows
 from metaservice.wire.schemas_events import EngineRoute, RouteAnswer, RouteAsk, TierBlocks
 
@@ -83,13 +84,15 @@ class Prompt:
             token_root(self._lora, self._ask.salt), pack_windows(raw, size + overlap, size, count)
         )
 
-    def names(self, source: SourceHoldings, row: int, overlap: int) -> int | None:
-        """The hash by which a source may hold a block."""
+    def names(self, member: Member, source: SourceHoldings) -> list[Sequence[int | None]]:
+        """The hashes by which a source may hold the blocks: computed ones, and those it told for these
+        tokens."""
+        found: list[Sequence[int | None]] = [self.hashes] if self.hashes else []
         if self._ask.token_ids:
-            known = self.by_pairs if overlap else self.by_tokens
-            if row < len(known) and (found := source.hash_of(known[row])) is not None:
-                return found
-        return self.hashes[row] if row < len(self.hashes) else None
+            told = source.hashes_of(self.by_pairs if member.overlap else self.by_tokens)
+            if told:
+                found.append(told)
+        return found
 
 
 class Router:
@@ -178,23 +181,35 @@ class Router:
 def reach(member: Member, prompt: Prompt, placed: Sequence[Collection[tuple[str, str]]]) -> list[int]:
     """For each tier: how many blocks from the first on an engine has without a gap in it and all nearer
     ones."""
-    sources = member.sources()
+    views = [(names, source.tables) for source in member.sources() for names in prompt.names(member, source)]
     node = member.up.node
-    found: list[int] = []
-    for row in range(prompt.blocks):
-        nearest = NOWHERE
-        for source in sources:
-            one = prompt.names(source, row, member.overlap)
-            if one is not None:
-                nearest = min(nearest, source.nearest(one))
-        if nearest and row < len(placed):
-            for medium, where in placed[row]:
-                if not where or where == node:
-                    nearest = min(nearest, _TIER_OF[medium])
-        found += [row] * (nearest - len(found))
-        if len(found) == NOWHERE:
-            return found
-    return found + [prompt.blocks] * (NOWHERE - len(found))
+    found = []
+    at = 0
+    for tier in range(len(TIERS)):
+        before = -1
+        while before < at < prompt.blocks:
+            before = at
+            for names, tables in views:
+                for table in tables[: tier + 1]:
+                    at = _while_in(table, names, at)
+            while at < len(placed) and _is_near(placed[at], node, tier):
+                at += 1
+        found.append(at)
+    return found
+
+
+def _while_in(table: Container[int | None], names: Sequence[int | None], at: int) -> int:
+    """The first of `names` from `at` on that is not in the table."""
+    for name in islice(names, at, None):
+        if name not in table:
+            break
+        at += 1
+    return at
+
+
+def _is_near(places: Collection[tuple[str, str]], node: str, tier: int) -> bool:
+    """Whether one of these is that near to who is on `node`."""
+    return any(_TIER_OF[medium] <= tier and (not where or where == node) for medium, where in places)
 
 
 def _prefix(placed: Sequence[Collection[tuple[str, str]]], medium: str) -> int:

@@ -1,5 +1,6 @@
 """What engines hold, against a model that does it the slow way."""
 
+import tracemalloc
 from random import Random
 
 import pytest
@@ -120,3 +121,22 @@ def test_a_block_that_is_told_again_without_its_parent_keeps_its_content() -> No
     held.remove(0, [second])
     assert [held.hash_of(key) for key in keys] == [None, second, third]
     assert room.orphaned == 0
+
+
+def test_an_entry_costs_no_more_memory_than_is_documented() -> None:
+    """Just after its tables grew, when they are emptiest."""
+    count = 2**17 * 2 // 3 + 64
+    hashes = [2**40 + 2**33 * row for row in range(count)]
+    tokens = packed(ids(64))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        _, held = source(entries=count)
+        for at in range(0, count - 63, 64):
+            root = token_keys(ROOT, [b"\x01%d" % at])[0]
+            held.store(0, None, [one + 0 for one in hashes[at : at + 64]], tokens, root)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    own_objects = 40  # the hashes are made by this test; in life they are the decoder's
+    assert (after - before) / len(held) + own_objects <= 250

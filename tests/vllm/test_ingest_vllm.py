@@ -76,7 +76,7 @@ class PoolEngineProcess:
 
     async def _next(self, timeout_s: float) -> Ready | Answer:
         line = await asyncio.wait_for(self._inbox.get(), timeout_s)
-        return msgspec.json.decode(line, type=Ready | Answer)  # type: ignore[no-any-return]
+        return msgspec.json.decode(line, type=Ready | Answer)
 
     async def ready(self) -> None:
         assert isinstance(await self._next(START_TIMEOUT_S), Ready)
