@@ -93,18 +93,18 @@ async def test_a_stopped_process_that_wakes_after_its_lease_sends_nothing(
 ) -> None:
     async with open_house() as house:
         model = Model(seed)
-        house.tell_standing(model, lease_for_s=1.0)
+        house.tell_standing(model)
         consumer = Subscriber(context, house)
         await house.joined()
-        house.lead(lease_for_s=1.0)
         house.publisher.tell(model.step())
         await consumer.follow(model.number)
         pid = house.publisher.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        house.publisher.fence(0, 1, lease_s() + 0.3)
         for _ in range(20):
             house.publisher.tell(model.step())
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.5)
         os.kill(pid, signal.SIGCONT)
         assert await silent(consumer, 0.5) == []
         status = await house.settled()
