@@ -18,11 +18,13 @@ def make(text: str, view: "View") -> Attachment:
     from metaservice.publish.attach.dynamo_indexer import DynamoIndexer  # noqa: PLC0415
     from metaservice.publish.attach.dynamo_peer import DynamoPeer  # noqa: PLC0415
     from metaservice.publish.attach.llm_d import LlmD  # noqa: PLC0415
+    from metaservice.publish.attach.merge import Merge  # noqa: PLC0415
 
     row = parse(text)
     kinds: dict[str, Callable[[Row, View], Attachment]] = {
         "dynamo-indexer": DynamoIndexer,
         "dynamo-peer": DynamoPeer,
         "llm-d": LlmD,
+        "merge": Merge,
     }
     return kinds[row.kind](row, view)
