@@ -124,6 +124,7 @@ def _stored(state: State, memory: Memory, now_ms: int) -> tuple[list[int], list[
             continue
         table = index.tables[index.table[slot]]
         if table.instance in telling.shrinking:
+            telling.shrinking[table.instance] = True
             continue  # found again when it has room
         parent = index.parent[slot]
         if not hangs(state, slot, chosen):
@@ -162,8 +163,8 @@ def _shrunk(state: State, memory: Memory) -> list[int]:
             if over > 0 and (colder := _coldest(state, instance, min(over, left), ())):
                 dropped += colder
                 continue
-        del telling.shrinking[name]
-        telling.look_again()
+        if telling.shrinking.pop(name):
+            telling.look_again()
     return dropped
 
 

@@ -80,8 +80,9 @@ class Telling:
         """When the last window was made."""
         self.leading = False
         self.dropped_waiting = 0
-        self.shrinking: dict[str, None] = {}
-        """Instances that may have more announced than they are allowed to."""
+        self.shrinking: dict[str, bool] = {}
+        """Instances that may have more announced than they are allowed to; whether something was passed over
+        for it."""
         self._fresh: deque[int] = deque()
         self._waiting: dict[tuple[int, bytes], list[int]] = {}
         self.waiting = 0
@@ -144,7 +145,7 @@ class Telling:
     def shrink(self, instance: Instance) -> None:
         """Its limit may be lower now."""
         if self.leading:
-            self.shrinking[instance.id] = None
+            self.shrinking.setdefault(instance.id, False)
 
     def told(self, event: Announced) -> None:
         """A step was taken."""
