@@ -164,7 +164,8 @@ def row_18_ranks(stage: Stage) -> str:
 
 
 def rows_19_20_adapters_and_salts(stage: Stage) -> str:
-    """The same tokens of the base model, of two adapters, and under a salt are four prompts."""
+    """The same tokens of the base model, of three adapters (one has an instance of its own), and under a salt
+    are prompts of their own."""
     with Fleet(stage.site) as fleet:
         fleet.join()
         judge = Judge(fleet, stage.site.attached)
@@ -183,8 +184,11 @@ def rows_19_20_adapters_and_salts(stage: Stage) -> str:
         for number, variant in enumerate(variants):
             fleet.write(variant.upto(4 + number % 4))
             judge.settle([*variants, stranger, untold], SETTLE_S)
+        own = fleet.author.retold(base, lora="adapter-c")
+        fleet.write(own, instance=fleet.adapter("adapter-c"))
+        variants.append(own)
         judge.hold([*variants, stranger, untold], stage.chance, 1.0)
-        for variant in variants:
+        for variant in variants[:-1]:
             fleet.remove([key for key in variant.keys if fleet.truth.stored(key)])
             judge.settle([*variants, stranger, untold], SETTLE_S)
         return f"{len(variants)} prompts of the same tokens kept apart, one without tokens told to nobody"
@@ -199,7 +203,7 @@ def rows_6_27_mixed_hashes(stage: Stage) -> str:
         for changes in ({"hash_seed": "1"}, {"hash_scheme": "sha256"}, {"block_size_tokens": 32}):
             try:
                 stage.site.operator.put_instance(
-                    other, other, {**fingerprint(fleet.model), **changes}, publication=fleet.publication
+                    other, other, fingerprint(fleet.model, **changes), publication=fleet.publication
                 )
             except ClientError as error:
                 refused.append(str(error))
@@ -207,7 +211,12 @@ def rows_6_27_mixed_hashes(stage: Stage) -> str:
                 raise CaseFailed(f"an instance with {changes} was let into the same routing group")
         if not all("hash_space_mixed" in text for text in refused):
             raise CaseFailed(f"refused, but not as hash_space_mixed: {refused}")
-        return "another seed, scheme and block size are refused in the same routing group"
+        stranger = stage.site.client(retry_ms=0).register_engine(
+            f"{fleet.instance}.stranger", instance=fleet.instance, keepalive=None, canary="another"
+        )
+        if stranger.failure is None or "canary_mismatch" not in stranger.failure:
+            raise CaseFailed(f"an engine that hashes otherwise was answered {stranger.failure}")
+        return "another seed, scheme, block size and canary are refused in the same routing group"
 
 
 def row_12_cleared(stage: Stage) -> str:

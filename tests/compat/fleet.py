@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
+from types import TracebackType
 from typing import Any, Self
 
 from metaservice.cli.local.process import until
 from metaservice.cli.local.replicas import LocalReplica
-from metaservice.client import Client, FinishResult, WriteResult
+from metaservice.client import Client, ClientError, FinishResult, WriteResult
 from metaservice.wire.schemas import WriteOutcome
 from metaservice.wire.tokens import pack_tokens
 from tests.compat.indexer import Indexer
@@ -23,6 +24,7 @@ BLOCK_SIZE = 16
 KEY_LENGTH = 32
 PART_BYTES = 1_000
 KNOWN_TIMEOUT_S = 20.0
+CANARY = "canary-0"
 SHELF = "shm"
 """Kind of the storages that are one node's memory."""
 _workers = count(1)
@@ -94,19 +96,28 @@ class Fleet:
         operator.put_instance(
             self.instance, self.instance, fingerprint(self.model), publication=self.publication
         )
+        self._instances = [self.instance]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except ClientError:
+            if kind is None:
+                raise  # else it is known already that something went wrong
 
     def close(self) -> None:
-        """End the engines, in order."""
+        """End the engines, in order, and delete what was set up. Raises ClientError."""
         for engine in list(self.engines):
             self.leave(engine)
         self._writer.deregister()
         self._stack.close()
+        for instance in reversed(self._instances):
+            self.site.operator.delete(f"/v1/instances/{instance}")
 
     # -- engines
 
@@ -214,10 +225,20 @@ class Fleet:
             engine.stream.publish([removed([hashes[at] for at in reversed(gone)])])
             held.difference_update(document.keys[at] for at in gone)
 
-    def write(self, document: Document, *, tokens: bool = True) -> int:
-        """Store what is not stored of a prompt; how many blocks that were. Raises WriteFailed."""
+    def adapter(self, name: str) -> str:
+        """An instance of its own for an adapter that the engines load; its id. Raises ClientError."""
+        instance = f"{self.instance}.{name}"
+        told = {**self.publication, "lora": name, "base": self.instance}
+        own = fingerprint(self.model, extra={"lora": name})
+        self.site.operator.put_instance(instance, self.instance, own, publication=told)
+        self._instances.append(instance)
+        return instance
+
+    def write(self, document: Document, *, tokens: bool = True, instance: str = "") -> int:
+        """Store what is not stored of a prompt, in another instance than the base model's where one is
+        named; how many blocks that were. Raises WriteFailed."""
         started = self._writer.start_write(
-            self.instance,
+            instance or self.instance,
             list(document.keys),
             tokens=[pack_tokens(block) for block in document.tokens] if tokens else None,
             lora=document.lora,
@@ -292,6 +313,7 @@ def fingerprint(model: str, **changes: Any) -> dict[str, Any]:
         "key_length": KEY_LENGTH,
         "hash_scheme": "sha256_cbor",
         "hash_seed": "0",
+        "canary": CANARY,
         "groups": [{"name": "full", "kind": "full"}],
         "parts": [{"name": "kv", "bytes": PART_BYTES, "group": "full"}],
         **changes,

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
@@ -59,15 +58,22 @@ class Indexer:
 
     close = kill
 
+    def mend(self) -> None:
+        """Have it run and not be frozen. Raises LocalFailed."""
+        if self._process is not None and self._process.running:
+            self._process.thaw()
+        else:
+            self.start()
+
     def freeze(self) -> None:
         """SIGSTOP: it keeps its connections and reads nothing."""
         assert self._process is not None
-        self._process.send(signal.SIGSTOP)
+        self._process.freeze()
 
     def thaw(self) -> None:
         """SIGCONT."""
         assert self._process is not None
-        self._process.send(signal.SIGCONT)
+        self._process.thaw()
 
     def register(
         self,

@@ -100,7 +100,7 @@ class Site:
             first = ports[(number - 1) * each]
             merge = f"merge port_base={first + 2 * CHANNELS_MAX} engines={';'.join(MERGED)}"
             indexer = f"dynamo-indexer url={self.attached.url} poll_ms={ATTACHMENT_POLL_MS}"
-            return {"events_port_base": first, "events_attachments": [indexer]}
+            return {"events_port_base": first, "events_attachments": [indexer, merge]}
 
         cluster = LocalCluster(
             self.folder / "cluster",
@@ -167,6 +167,13 @@ class Site:
             if not replica.running:
                 replica.launch()
         self.cluster.await_ready()
+
+    def mend(self) -> None:
+        """What a case that failed may have left: everything runs again. Raises LocalFailed."""
+        if self._cluster is not None:
+            for indexer in (self.attached, self.plain):
+                indexer.mend()
+            self.revive()
 
     def lose_journal(self) -> None:
         """All replicas end, and what they knew is lost; others start with nothing, at the same ports."""
