@@ -1,6 +1,6 @@
 """Which streams there are: they follow from the engines that are alive and the instances they use."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from .channel import ChannelPlan
@@ -31,6 +31,12 @@ def plan(
                 streams = tuple(_stream(channel, one, base.model, node, engine.rank) for one in family)
                 plans[channel] = ChannelPlan(engine.shard, base.tenant, streams)
     return plans
+
+
+def numbers(engines: Iterable[EngineUp]) -> Iterator[int]:
+    """The channels that these engines have."""
+    for engine in engines:
+        yield from (one for one in (engine.pool_channel, engine.local_channel) if one >= 0)
 
 
 def _stream(channel: int, instance: InstanceUp, model: str, node: str, rank: int) -> Stream:

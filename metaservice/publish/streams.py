@@ -14,7 +14,7 @@ from .channel import Channel, ChannelPlan
 from .emitters.port import Emitter, Stream
 from .feed import EngineUp, InstanceUp
 from .fence import FencePage
-from .plan import plan
+from .plan import numbers, plan
 from .replay import Replays
 from .ring import Ring, RingBudget
 from .segments import Segment, Segments
@@ -116,6 +116,8 @@ class Streams:
 
     def ready(self, shard: int) -> None:
         """All that stands was told."""
+        if self._replanned:
+            self._replan()  # those streams were there before
         self._shard(shard).stands = True
         self._replanned = True
         self.settle()
@@ -250,26 +252,21 @@ class Streams:
     def _replan(self) -> None:
         self._replanned = False
         plans = plan(self.engines.values(), self.instances, self._config.channels_max)
-        wanted = {
-            channel
-            for engine in self.engines.values()
-            for channel in (engine.pool_channel, engine.local_channel)
-            if channel >= self._config.channels_max
-        }
-        if len(wanted) > self.beyond:
-            self._say(
-                "error",
-                f"{len(wanted)} streams have numbers from {self._config.channels_max} on and are not served: "
-                "raise channels_max",
-            )
-        self.beyond = len(wanted)
+        most = self._config.channels_max
+        beyond = len({number for number in numbers(self.engines.values()) if number >= most})
+        if beyond > self.beyond:
+            self._say("error", f"{beyond} streams from number {most} on are not served: raise channels_max")
+        self.beyond = beyond
         for number, channel in list(self.channels.items()):
             if number not in plans and self.stands(channel.plan.shard):
                 self._close(number)
         for number, wish in plans.items():
             known = self.channels.get(number)
             if known is None:
-                self.channels[number] = self._new_channel(wish)
+                made = self.channels[number] = self._new_channel(wish)
+                if self.stands(wish.shard):
+                    # The number may have been another stream's, whose consumers are still there.
+                    made.forget_from(self._shard(wish.shard).number)
             elif known.plan != wish:
                 self._change(known, wish)
         self._by_shard = {}
@@ -284,8 +281,7 @@ class Streams:
         """The channel is for something else, or for one adapter more."""
         number, before = channel.channel, channel.plan
         self.segments.forget(number)
-        same = (wish.shard, wish.tenant, wish.stream) == (before.shard, before.tenant, before.stream)
-        if same:
+        if (wish.shard, wish.tenant, wish.stream) == (before.shard, before.tenant, before.stream):
             channel.plan = wish
             return
         self._close(number)
@@ -316,8 +312,8 @@ class Streams:
 
     def close(self, linger_ms: int) -> None:
         """Close every socket. What waits for subscribers has so long to go."""
-        for number in list(self.channels):
-            self._close(number, linger_ms)
+        while self.channels:
+            self._close(next(iter(self.channels)), linger_ms)
 
     # ------------------------------------------------------------ who listens
 

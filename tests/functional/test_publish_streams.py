@@ -168,6 +168,9 @@ async def test_row_09_a_channel_number_that_is_used_again_begins_with_end(
         house.publisher.tell(first.step())
         await consumer.follow(first.number)
         house.publisher.tell(feed.EngineDown(0, "e", "left"))
+        async with asyncio.timeout(5):
+            while (await house.status())["streams"]:
+                await asyncio.sleep(0.02)
         house.publisher.tell(engine_up("f", shard=1, instance="j"))
         await house.settled()
         house.beat = lambda _: house.publisher.tell(second.window())
