@@ -1,10 +1,15 @@
-"""Token ids of many blocks, packed block by block (`wire.tokens`) in a few slices for all of them."""
+"""What token keys are made of: ids of many blocks, packed block by block (`wire.tokens`) in a few slices for
+all of them, and what a first block hangs on."""
 
 import sys
 from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 
+from metaservice.publish.hashes import TOKEN_KEY_BYTES, token_root
 from metaservice.wire.tokens import TOKEN_MAX
+
+_NAME_MAX = 256
 
 
 def raw_ids(tokens: Sequence[int]) -> bytes:
@@ -45,3 +50,11 @@ def ids_of(raw: bytes) -> "array[int]":
     if sys.byteorder == "big":
         ids.byteswap()
     return ids
+
+
+def root_of(lora: str, salt: str) -> bytes:
+    """`token_root`, which remembers what it is asked: names that are too long to be ones it never sees."""
+    if len(lora) <= _NAME_MAX and len(salt) <= _NAME_MAX:
+        return token_root(lora, salt)
+    realm = f"{len(lora)}:{lora}{salt}".encode()
+    return blake2b(realm, digest_size=TOKEN_KEY_BYTES, person=b"long").digest()

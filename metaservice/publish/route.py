@@ -13,9 +13,9 @@ from metaservice.publish import holdings
 from metaservice.publish.attach.names import worker_number
 from metaservice.publish.errors import PublisherUnavailable
 from metaservice.publish.feed import InstanceUp
-from metaservice.publish.hashes import block_keys, event_hashes, token_keys, token_root
+from metaservice.publish.hashes import block_keys, event_hashes, token_keys
 from metaservice.publish.holdings import TIERS, Holdings, Member, SourceHoldings
-from metaservice.publish.packing import ids_of, pack_windows
+from metaservice.publish.packing import ids_of, pack_windows, root_of
 from metaservice.wire.schemas_events import EngineRoute, RouteAnswer, RouteAsk, TierBlocks
 
 _ASK = msgspec.msgpack.Decoder(RouteAsk)
@@ -80,9 +80,7 @@ class Prompt:
         size = self._instance.block_size_tokens
         raw = self._ask.token_ids
         count = max(len(raw) // _TOKEN_BYTES - overlap, 0) // size
-        return token_keys(
-            token_root(self._lora, self._ask.salt), pack_windows(raw, size + overlap, size, count)
-        )
+        return token_keys(root_of(self._lora, self._ask.salt), pack_windows(raw, size + overlap, size, count))
 
     def names(self, member: Member, source: SourceHoldings) -> list[Sequence[int | None]]:
         """The hashes by which a source may hold the blocks: computed ones, and those it told for these

@@ -9,6 +9,7 @@ import pytest
 
 from metaservice.publish.hashes import token_keys, token_root
 from metaservice.publish.ingest.limits import IngestLimits
+from metaservice.publish.packing import root_of
 from tests.unit.ingest_house import (
     CLEARED,
     ROOT,
@@ -104,13 +105,17 @@ def test_row_21_what_sglang_put_where_vllm_has_a_name_is_not_misread() -> None:
     desk = Desk("sglang")
     for page, tail in ((A, {"cache_salt": "s"}), (B, "salt"), (C, [1, 2])):
         desk.take(batch(array_stored([page], ids(1), None, "GPU", tail)))
+    assert desk.held() == {A, B, C}
+    assert desk.member.own.hash_of(token_keys(ROOT, packed(ids(1)))[0]) is None
     desk.take(batch(array_stored([D], ids(1), None, "GPU", None)))
-    assert desk.held() == {A, B, C, D}
     assert desk.member.own.hash_of(token_keys(ROOT, packed(ids(1)))[0]) == D, "only what is known to be plain"
     assert desk.member.own.hash_of(token_keys(token_root("salt"), packed(ids(1)))[0]) is None
     vllm = Desk()
     vllm.take(batch(array_stored([A], ids(1), None, "GPU", {"cache_salt": "s"}), array_stored([B], ids(1))))
     assert vllm.held() == {A, B}
+    vllm.take(batch(removed([B])))
+    assert vllm.member.own.hash_of(token_keys(ROOT, packed(ids(1)))[0]) is None
+    vllm.take(batch(array_stored([B], ids(1))))
     assert vllm.member.own.hash_of(token_keys(ROOT, packed(ids(1)))[0]) == B
     vllm.take(
         batch(["BlockRemoved", [A], "GPU", "LOCAL", 3, {}], ["BlockRemoved", [B], "GPU", 0, None, 9, 9])
@@ -297,6 +302,38 @@ def test_images_and_embeddings_are_never_met_by_token_ids_alone() -> None:
         assert own.hash_of(token_keys(ROOT, packed(tokens))[0]) is None
         assert own.hash_of(token_keys(token_root("", "salt"), packed(tokens))[0]) is None
     assert desk.held() == {A, B, C, D}
+
+
+def test_a_text_among_the_extra_keys_of_a_later_block_is_no_salt() -> None:
+    desk = Desk()
+    desk.take(
+        batch(
+            stored([A, B], ids(2), extra_keys=[None, ["what"]]),
+            stored([C], ids(2)[4:], A, extra_keys=[["x"]]),
+        )
+    )
+    own = desk.member.own
+    assert [own.hash_of(key) for key in token_keys(ROOT, packed(ids(2)))] == [A, None]
+    assert own.hash_of(token_keys(token_root("", "what"), packed(ids(1)))[0]) is None
+
+
+def test_a_parent_of_zero_is_none() -> None:
+    desk = Desk()
+    desk.take(batch(stored([A], ids(1), 0)))
+    assert desk.member.own.hash_of(token_keys(ROOT, packed(ids(1)))[0]) == A
+
+
+def test_names_of_any_length_are_told_apart_and_not_remembered() -> None:
+    desk = Desk()
+    token_root.cache_clear()
+    for row, end in enumerate("ab"):
+        desk.take(batch(stored(names(1, row), ids(1), cache_salt="s" * 1_000 + end)))
+        desk.take(batch(stored(names(1, 10 + row), ids(1), lora_name="l" * 1_000 + end)))
+    assert token_root.cache_info().currsize == 0
+    assert len(desk.held()) == 4
+    assert desk.room.conflicts == 0
+    long = "s" * 1_000 + "b"
+    assert desk.member.own.hash_of(token_keys(root_of("", long), packed(ids(1)))[0]) == names(1, 1)[0]
 
 
 def test_a_block_without_tokens_is_known_by_its_hash_and_by_what_another_tier_told() -> None:

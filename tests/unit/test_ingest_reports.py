@@ -240,6 +240,29 @@ async def test_an_engine_that_goes_while_its_report_is_taken_leaves_nothing() ->
     assert office.ingest.stats()["holdings_entries"] == 0
 
 
+async def test_a_report_that_was_given_up_half_way_is_asked_for_as_a_snapshot() -> None:
+    office = Office(IngestLimits(slice_blocks=8))
+    await office.report(1, None)
+    items = [put(names(8, 10 * row), ids(8, 100 * row)) for row in range(20)]
+    taking = asyncio.ensure_future(office.report(2, 1, *items))
+    while not office.held():
+        await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    assert (await office.report(2, 1, *items)).want == "snapshot"
+    await office.report(3, None, put([A], ids(1)))
+    assert office.held() == {A}
+
+
+async def test_an_adapters_instance_is_reported_without_naming_it_each_time() -> None:
+    office = Office()
+    office.ingest.instance_up(instance_up(lora="one"))
+    await office.report(1, None, put([A], ids(1)), put([B], ids(1, 4), A, lora="two"))
+    member = office.ingest.holdings.get("e0")
+    assert member is not None
+    assert member.reported.hash_of(token_keys(token_root("one"), packed(ids(1)))[0]) == A
+
+
 async def test_two_reports_at_a_time_are_taken_one_after_the_other() -> None:
     office = Office(IngestLimits(slice_blocks=8))
     await office.report(1, None)

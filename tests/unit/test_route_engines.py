@@ -134,8 +134,11 @@ async def test_the_best_come_first_and_only_as_many_as_wanted() -> None:
         member = town.engine(name)
         if count:
             put(member, tier, 0, count)
-    assert [route.engine for route in await town.by_keys()] == ["d", "b", "e", "c", "a"]
-    assert [route.engine for route in await town.by_keys(top_k=2)] == ["d", "b"]
+    longest = town.engine("g")
+    put(longest, GPU, 0, 1)
+    put(longest, DISK, 1, 6)
+    assert [route.engine for route in await town.by_keys()] == ["g", "d", "b", "e", "c", "a"]
+    assert [route.engine for route in await town.by_keys(top_k=2)] == ["g", "d"]
 
 
 async def test_what_is_reported_counts_beside_an_engines_own_events_while_it_is_visible() -> None:
@@ -174,6 +177,8 @@ async def test_keys_of_token_ids_are_computed_where_the_scheme_is_known() -> Non
     answer = await town.ask(token_ids=pack("<24I", *TOKENS))
     assert (answer.keys, answer.announced, answer.asked) == (keys, 4, 6)
     assert tiers(answer.engines[0]) == (2, 2, 2, 4), "by their hash, though nobody told its tokens"
+    short = await Town(**CBOR, key_length=16).ask(token_ids=pack("<24I", *TOKENS))
+    assert short.keys == [], "keys of another length are not those of this scheme"
     unknown = await Town().ask(token_ids=pack("<24I", *TOKENS))
     assert (unknown.keys, unknown.announced) == ([], 0)
 

@@ -3,16 +3,15 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from metaservice.publish.feed import InstanceUp
-from metaservice.publish.hashes import EVENT_HASH_MIN, HEAD64, TOKEN_KEY_BYTES, token_root
+from metaservice.publish.hashes import EVENT_HASH_MIN, HEAD64
 from metaservice.publish.holdings import CPU, EXTERNAL, GPU, STORAGE, Member
-from metaservice.publish.packing import pack_windows, raw_ids
+from metaservice.publish.packing import pack_windows, raw_ids, root_of
 
 from .dialect import Batch, Cleared, Hash, Removed, Stored
 from .limits import IngestLimits
@@ -40,7 +39,6 @@ MAIN_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"
 """Attention of which a prefix of blocks is a prefix of the prompt. What other groups hold makes no hit."""
 
 _U64 = 2**64 - 1
-_NAME_MAX = 256
 _OPAQUE = b"opaque"
 
 
@@ -211,7 +209,7 @@ class EngineEvents:
         embeddings, what this reader does not know) is added to their `tokens`, so that nobody who asks with
         token ids alone meets them."""
         if tokens is None:
-            return token_root()
+            return root_of("", "")
         if event.opaque:
             tokens[0] += _OPAQUE
         lora = event.lora_name or ""
@@ -244,14 +242,6 @@ class EngineEvents:
             if rest:
                 tokens[row] += _OPAQUE + msgspec.msgpack.encode(rest)
         return salt
-
-
-def root_of(lora: str, salt: str) -> bytes:
-    """`token_root`, which remembers what it is asked: names that are too long to be ones it never sees."""
-    if len(lora) <= _NAME_MAX and len(salt) <= _NAME_MAX:
-        return token_root(lora, salt)
-    realm = f"{len(lora)}:{lora}{salt}".encode()
-    return blake2b(realm, digest_size=TOKEN_KEY_BYTES, person=b"long").digest()
 
 
 def _tier(medium: str | None) -> int:

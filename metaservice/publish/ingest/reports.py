@@ -15,7 +15,7 @@ from metaservice.publish.errors import PublisherUnavailable
 from metaservice.publish.feed import InstanceUp
 from metaservice.publish.hashes import EVENT_HASH_MIN
 from metaservice.publish.holdings import TIERS, Holdings, Member, Stored
-from metaservice.publish.packing import pack_windows
+from metaservice.publish.packing import pack_windows, root_of
 from metaservice.wire.schemas_events import (
     REPORTED_TIERS,
     RemovedAsk,
@@ -25,7 +25,6 @@ from metaservice.wire.schemas_events import (
     StoredAsk,
 )
 
-from .events import root_of
 from .limits import IngestLimits
 
 _ASK = msgspec.msgpack.Decoder(ReportAsk)

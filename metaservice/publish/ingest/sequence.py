@@ -137,8 +137,10 @@ class Sequencer:
             self.restarts += 1
             yield self._begin(None)
         self._refused = self._answers
-        yield from self._go_on()
-        self._refused = False
+        try:
+            yield from self._go_on()
+        finally:
+            self._refused = False
 
     def unanswered(self) -> Iterator[Step]:
         """It does not answer: go on without."""
