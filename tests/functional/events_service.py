@@ -18,6 +18,7 @@ from tests.functional.events_reader import Index, Keys, Reader
 from tests.torture.service_process import ServiceProcess
 
 MSGPACK = "application/msgpack"
+DECODE = msgspec.msgpack.decode
 CHANNELS_MAX = 64
 BLOCK_TOKENS = 16
 KEY_LENGTH = 16
@@ -186,7 +187,8 @@ class EventsService:
         content = b"" if body is None else msgspec.msgpack.encode(body)
         headers = {"content-type": MSGPACK, "accept": MSGPACK}
         reply = self.http.request(method, path, content=content, headers=headers)
-        said: Any = msgspec.msgpack.decode(reply.content) if reply.content else {}
+        decode = msgspec.json.decode if "json" in reply.headers.get("content-type", "") else DECODE
+        said: Any = decode(reply.content) if reply.content else {}
         if reply.status_code >= 300:
             raise Refused(reply.status_code, said.get("code", ""), said.get("field", ""), str(said))
         return said
