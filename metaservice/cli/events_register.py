@@ -8,6 +8,8 @@ from metaservice.client import Client, ClientConfig
 from metaservice.publish.attach.indexer_plan import (
     Books,
     Call,
+    Judged,
+    Listed,
     Registration,
     Removal,
     Wish,
@@ -41,10 +43,12 @@ def register(
     wishes = [] if remove else list(_wishes(replies, group_of, spare_rank))
     ranks = {stream.channel: stream.rank for reply in replies for stream in reply.streams}
 
-    def real_rank(rank: int) -> int | None:
-        if remove and spare_rank <= rank < spare_rank + CHANNELS_MAX:
-            return ranks.get(rank - spare_rank, rank)
-        return ranks.get(rank - spare_rank)
+    def judge(_: int, rank: int, row: Listed) -> Judged | None:
+        channel = rank - spare_rank
+        if channel in ranks:
+            return Judged((ranks[channel],), False)
+        unknown = remove and 0 <= channel < CHANNELS_MAX
+        return Judged(tuple(real for real in row.ranks if real < spare_rank), False) if unknown else None
 
     refused = 0
     try:
@@ -52,7 +56,7 @@ def register(
             answer = http.get("/workers")
             answer.raise_for_status()
             listed = listed_workers(answer.json())
-            calls = plan(wishes, listed, real_rank, Books(), engine_streams=False)
+            calls = plan(wishes, listed, judge, Books(), engine_streams=False)
             for call in calls:
                 refused += not _make(http, call, say)
     except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError) as error:

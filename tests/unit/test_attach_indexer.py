@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from metaservice.publish.attach import make
+from metaservice.publish.attach.dynamo_indexer import UNKNOWN_S
 from metaservice.publish.attach.port import Attachment
 from tests.unit.attach_house import House
 from tests.unit.indexer_house import FakeIndexer
@@ -173,15 +174,32 @@ async def test_another_leader_has_other_endpoints(
 async def test_ghosts_of_a_time_without_a_leader_are_taken_away(
     indexer: FakeIndexer, house: House, attached: Attachment
 ) -> None:
-    """An engine expired while nobody led; and what is not ours stays: other ranks, other channels."""
-    for worker, rank in ((7, 1000), (8, 1500), (9, 0)):
-        indexer.answer(
-            "/register",
-            {"instance_id": worker, "dp_rank": rank, "endpoint": POOL, "model_name": "m", "block_size": 4},
-        )
+    """An engine expired while nobody led, with it a whole stream. What is not ours stays."""
+    for worker, rank in ((7, 1000), (8, 1500), (8, 0), (9, 0), (10, 3000)):
+        body = {"instance_id": worker, "dp_rank": rank, "endpoint": POOL, "model_name": "m", "block_size": 4}
+        indexer.answer("/register", body)
     attached.leads(0, True)
     await until(lambda: 7 not in indexer.workers, "the ghost is gone")
-    assert indexer.ranks() == {8: {1500: POOL}, 9: {0: POOL}}
+    assert set(indexer.ranks()) == {8, 9, 10}
+    house.clock_s += UNKNOWN_S
+    await until(lambda: 8 not in indexer.workers, "and the one of an unknown stream")
+    assert indexer.ranks() == {9: {0: POOL}, 10: {3000: POOL}}
+
+
+async def test_row_14_a_worker_of_a_lost_history_is_told_again_under_its_new_stream(
+    indexer: FakeIndexer, house: House, attached: Attachment
+) -> None:
+    """Channels are numbered from 0 again: what was told under the old number would stay for ever."""
+    for rank, endpoint in ((0, OWN), (1040, POOL)):
+        body = {"instance_id": 7, "dp_rank": rank, "endpoint": endpoint, "model_name": "m", "block_size": 4}
+        indexer.answer("/register", body)
+    house.epochs = 1
+    house.add_engine("a", 7, events=OWN, replay="tcp://10.0.0.1:5558")
+    attached.leads(0, True)
+    await until(lambda: 1000 in indexer.ranks()[7], "it is told under its new stream")
+    house.clock_s += UNKNOWN_S
+    await until(lambda: (7, -1) in indexer.cleared, "all of before is dropped")
+    await until(lambda: indexer.ranks().get(7) == {0: OWN, 1000: POOL}, "and told again")
 
 
 async def test_row_18_ranks_and_adapters_of_one_worker_have_a_source_each(

@@ -66,7 +66,7 @@ class Router:
             self.topics.add(topic.decode())
 
     async def replay(self, start: int) -> list[tuple[int, bytes]]:
-        found = []
+        found: list[tuple[int, bytes]] = []
         with self._context.socket(zmq.DEALER) as socket:
             socket.connect(self._replay)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])

@@ -15,6 +15,7 @@ from metaservice.core.windows import Window
 from metaservice.publish.attach.indexer_plan import (
     Books,
     Call,
+    Judged,
     Listed,
     Registration,
     Wish,
@@ -32,6 +33,8 @@ TEXT_MAX = 300
 AGAIN_S = 0.05
 """Engines that come together are seen to together."""
 DONE = (200, 201)
+UNKNOWN_S = 2.0
+"""What is not known for so long is no news that has not come yet."""
 EPOCH_FIRST = 1
 """Of the first leader that a shard's history has."""
 
@@ -51,6 +54,8 @@ class DynamoIndexer:
         self._first: set[int] = set()
         """Shards that nobody led before us: what the indexer was told of them is of a history that was lost,
         and would never be taken back."""
+        self._unknown_s: dict[tuple[int, int], float] = {}
+        """(worker, rank) of streams that are not known here -> since when that was seen."""
         self._made: set[tuple[int, int]] = set()
         """(worker, rank) that were registered in this life."""
         self._books = Books()
@@ -145,13 +150,9 @@ class DynamoIndexer:
             listed = listed_workers(answer.json())
             self._made &= {(worker, rank) for worker, row in listed.items() for rank in row.ranks}
             wishes = self._wishes()
-            for call in plan(
-                wishes,
-                listed,
-                self._real_rank,
-                self._books,
-                engine_streams=self._row.switch("engine_streams"),
-            ):
+            self._look_for_unknown(listed)
+            own = self._row.switch("engine_streams")
+            for call in plan(wishes, listed, self._judge, self._books, engine_streams=own):
                 if not self._leads:
                     return  # somebody else does by now, and sees to it
                 await self._make(http, call, problems)
@@ -189,13 +190,29 @@ class DynamoIndexer:
     def _minds(self, instance: str, model: str) -> bool:
         return self._row.text("instance") in ("", instance) and self._row.text("model") in ("", model)
 
-    def _real_rank(self, rank: int) -> int | None:
-        shard, real = self._ranks.get(rank - self._spare_rank, (-1, 0))
-        return real if shard in self._leads else None
+    def _look_for_unknown(self, listed: Mapping[int, Listed]) -> None:
+        """Spare ranks of streams that there are not: they were registered in another life, or for engines
+        that went while nobody led."""
+        now_s = self._view.now_s()
+        model = self._row.text("model")
+        before, self._unknown_s = self._unknown_s, {}
+        if self._row.text("instance"):
+            return
+        for worker, row in listed.items():
+            for rank in row.ranks:
+                channel = rank - self._spare_rank
+                mine = 0 <= channel < self._view.config.channels_max and model in ("", row.model)
+                if mine and channel not in self._ranks:
+                    self._unknown_s[worker, rank] = before.get((worker, rank), now_s)
 
-    def _is_lost(self, worker: int, rank: int) -> bool:
-        shard, _ = self._ranks.get(rank - self._spare_rank, (-1, 0))
-        return shard in self._first and (worker, rank) not in self._made
+    def _judge(self, worker: int, rank: int, row: Listed) -> Judged | None:
+        since_s = self._unknown_s.get((worker, rank))
+        if since_s is not None and self._view.now_s() - since_s >= UNKNOWN_S:
+            return Judged(tuple({0, *(real for real in row.ranks if real < self._spare_rank)}), True)
+        shard, real = self._ranks.get(rank - self._spare_rank, (-1, 0))
+        if shard not in self._leads:
+            return None
+        return Judged((real,), shard in self._first and (worker, rank) not in self._made)
 
     async def _make(self, http: httpx.AsyncClient, call: Call, problems: list[str]) -> None:
         registers = isinstance(call, Registration)

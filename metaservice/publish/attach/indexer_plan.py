@@ -14,6 +14,7 @@ decide here:
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from metaservice.publish.attach.names import group_name, worker_number
@@ -150,21 +151,32 @@ class Books:
             del self.taken[key]
 
 
+class Judged(NamedTuple):
+    """What one of our spare ranks that the indexer lists is about."""
+
+    ranks: tuple[int, ...]
+    """The real ranks that its stream's batches named."""
+    lost: bool
+    """What was told under it is of a history, or a stream, that is no more: nobody would ever take it back,
+    so all that is kept under the real ranks is dropped and told again."""
+
+
+Judge = Callable[[int, int, Listed], Judged | None]
+"""Of a worker, a rank and how it is listed; None when it is not ours to judge."""
+
+
 def plan(
     wishes: Iterable[Wish],
     listed: Mapping[int, Listed],
-    real_rank: Callable[[int], int | None],
+    judge: Judge,
     books: Books,
     *,
     engine_streams: bool,
-    anew: Callable[[int, int], bool] = lambda worker, rank: False,
 ) -> list[Call]:
-    """The calls, in order. `real_rank`: of a spare rank the rank that its stream's batches name; None when
-    the rank is not ours to judge. `engine_streams`: register the engines' own streams too. `anew`: whether
-    what a worker was told under a spare rank is of a history that was lost: nobody would ever take it back,
-    so all of its real rank is dropped and told again."""
+    """The calls, in order. `engine_streams`: register the engines' own streams too."""
+    wishes = list(wishes)
     wished = {(one.worker, one.rank): one for one in wishes}
-    wanted = {(ours.worker, ours.rank): ours for one in wished.values() for ours in one.ours}
+    wanted = {(ours.worker, ours.rank): ours for one in wishes for ours in one.ours}
     now = {worker: dict(row.ranks) for worker, row in listed.items()}
     calls: list[Call] = []
 
@@ -179,19 +191,23 @@ def plan(
 
     for worker, row in listed.items():
         gone: set[int] = set()
+        lost: set[int] = set()
         for rank, endpoint in row.ranks.items():
-            real = real_rank(rank)
-            if real is None:
+            judged = judge(worker, rank, row)
+            if judged is None:
                 continue
             want = wanted.get((worker, rank))
-            if want is None or anew(worker, rank):
+            if want is None or judged.lost:
                 take_away(worker, rank)
-                gone.add(real)
+                (lost if judged.lost else gone).update(judged.ranks)
             elif (endpoint, row.model, row.group) != (want.endpoint, want.model, want.group):
                 take_away(worker, rank)
-        for real in sorted(gone):
-            if (worker, real) not in wished or any(anew(worker, rank) for rank in row.ranks):
-                calls += _bury(worker, real, row, now[worker], books)
+        for real in sorted(lost | {real for real in gone if (worker, real) not in wished}):
+            same = (one.ours for one in wishes if (one.worker, one.rank) == (worker, real))
+            for ours in chain.from_iterable(same):  # what they told is kept there too, and goes with it
+                if ours.rank in now[worker]:
+                    take_away(worker, ours.rank)
+            calls += _bury(worker, real, row, now[worker], books)
     for key, one in wished.items():
         calls_before = len(calls)
         _own(one, now, books, add, engine_streams=engine_streams)
