@@ -39,6 +39,7 @@ class StreamFinder:
         self._heard: dict[str, EventsReply] = {}
         """By replica's URL: what it said last of `_of`."""
         self._of = ""
+        self._members: list[str] = []
         self._trouble = ""
 
     def __call__(self) -> list[StreamAt] | None:
@@ -49,7 +50,9 @@ class StreamFinder:
         if instance != self._of:
             self._of, self._heard = instance, {}
         answered = False
-        for url in self._urls():
+        urls = self._urls()
+        self._heard = {url: self._heard[url] for url in urls if url in self._heard}
+        for url in urls:
             reply = self._asked(url, instance)
             if reply is not None:
                 self._heard[url] = reply
@@ -65,8 +68,9 @@ class StreamFinder:
         """Those that an operator named, and those that they know."""
         told = [url.strip() for url in self._settings.url.split(",") if url.strip()]
         first = next((self._client(url) for url in told), None)
-        members = [] if first is None else [member.url for member in first.cluster().members]
-        return list(dict.fromkeys([*members, *told] if members else told))[:REPLICAS_MAX]
+        known = [] if first is None else [member.url for member in first.cluster().members]
+        self._members = known or self._members
+        return list(dict.fromkeys([*self._members, *told]))[:REPLICAS_MAX]
 
     def _client(self, url: str) -> Client:
         if url not in self._clients:
