@@ -6,7 +6,8 @@ the shard is told from the beginning (`Begin` to `Ready`), in steps, while new w
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from metaservice.core import commands as cmd
 from metaservice.core.events import (
@@ -94,6 +95,8 @@ class _Feed:
         self._instances: dict[str, Announcement] = {}
         self._engines: dict[str, EngineAt] = {}
         self._beginning: asyncio.Task[None] | None = None
+        self._unsettled: Callable[[], None] | None = None
+        """What waits for the moment at which the state says nothing that the journal does not."""
         self._epoch = 0
         """In which it leads; 0: it does not."""
         self._going = False
@@ -109,6 +112,9 @@ class _Feed:
         machine = self.shard.loaded
         if machine is None:
             return  # it is told when it is there
+        if not machine.settled:
+            self._unsettled = self.begin
+            return
         machine.collect_windows()
         machine.take_windows()  # they are in what stands
         self._publisher.tell(feed.Begin(self.shard.number, machine.window))
@@ -126,11 +132,19 @@ class _Feed:
             if runs:
                 self._publisher.tell(feed.Standing(self.shard.number, runs))
             await asyncio.sleep(0)
+        if machine.settled:
+            self._end(machine)
+        else:
+            self._unsettled = partial(self._end, machine)
+
+    def _end(self, machine: Machine) -> None:
+        """What stands was told, and all of it is durable: what routers are told of it can be relied on."""
         self._publisher.tell(feed.Tombstones(self.shard.number, machine.tombstones()))
         self._publisher.tell(feed.Ready(self.shard.number))
 
     def stop(self) -> None:
         """Tell no more of what stands."""
+        self._unsettled = None
         if self._beginning is not None:
             self._beginning.cancel()
             self._beginning = None
@@ -141,7 +155,8 @@ class _Feed:
         """Instances and engines that came, then the windows, then those that went: a block's removal needs
         its instance."""
         machine = self.shard.loaded
-        if machine is None:
+        if machine is None or self._unsettled == self.begin:
+            self._settle(machine)
             return
         if not _MEMBERSHIP.isdisjoint(map(type, events)):
             self._ups(machine)
@@ -150,6 +165,12 @@ class _Feed:
             self._publisher.tell(window)
         if self._going:
             self._going = self._downs(machine)
+        self._settle(machine)
+
+    def _settle(self, machine: Machine | None) -> None:
+        if self._unsettled is not None and machine is not None and machine.settled:
+            then, self._unsettled = self._unsettled, None
+            then()
 
     def _ups(self, machine: Machine) -> None:
         number = self.shard.number
