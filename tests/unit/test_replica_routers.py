@@ -78,6 +78,7 @@ async def test_nothing_is_begun_with_what_is_not_durable() -> None:
     begin = next(one for one in heard.told if isinstance(one, feed.Begin))
     assert begin.number == told.machine.window
     told.write([key("more")], parent=key("k2"))
+    told.flush()
     step(told)
     told.flush()
     routers.applied(0, told.events[-1:])
