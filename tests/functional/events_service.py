@@ -145,40 +145,19 @@ class Refused(AssertionError):
         self.status, self.code, self.field = status, code, field
 
 
-class EventsService:
-    """One service on SQLite with events on, over all its lives; and who speaks with it."""
+class Caller:
+    """Who speaks with one replica: operator, engines and routers in one."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
-        self.ports = free_ports(2 * CHANNELS_MAX)
-        events: dict[str, object] = {
-            "events_port_base": self.ports,
-            "events_channels_max": CHANNELS_MAX,
-            "expire_ms": 60_000,
-            "late_write_ms": 50,
-        }
-        self.process = ServiceProcess(folder, **{**events, **settings})
-        self.http = httpx.Client(base_url=self.process.url, timeout=20.0, trust_env=False)
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=20.0, trust_env=False)
         self._readers: list[Reader] = []
         self._lives: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        self.process.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            error.add_note(f"the service's log:\n{self.process.log()[-3_000:]}")
+    def close(self) -> None:
+        """Everybody leaves."""
         for reader in self._readers:
             reader.close()
         self.http.close()
-        self.process.kill()
-
-    def restart(self) -> None:
-        """SIGKILL, and start it again."""
-        self.process.kill()
-        self.process.start()
 
     # ------------------------------------------------------------ HTTP
 
@@ -341,6 +320,38 @@ class EventsService:
         lines = self.http.get("/metrics").text.splitlines()
         rows = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in rows)
+
+
+class EventsService(Caller):
+    """One service on SQLite with events on, over all its lives; and who speaks with it."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.ports = free_ports(2 * CHANNELS_MAX)
+        events: dict[str, object] = {
+            "events_port_base": self.ports,
+            "events_channels_max": CHANNELS_MAX,
+            "expire_ms": 60_000,
+            "late_write_ms": 50,
+        }
+        self.process = ServiceProcess(folder, **{**events, **settings})
+        super().__init__(self.process.url)
+
+    def __enter__(self) -> Self:
+        self.process.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.add_note(f"the service's log:\n{self.process.log()[-3_000:]}")
+        self.close()
+        self.process.kill()
+
+    def restart(self) -> None:
+        """SIGKILL, and start it again."""
+        self.process.kill()
+        self.process.start()
 
 
 ENDPOINTS = ("node", "address", "worker_id", "events", "replay", "dialect")
