@@ -17,6 +17,7 @@ def make(text: str, view: "View") -> Attachment:
     # Here, for the same reason.
     from metaservice.publish.attach.dynamo_indexer import DynamoIndexer  # noqa: PLC0415
     from metaservice.publish.attach.dynamo_peer import DynamoPeer  # noqa: PLC0415
+    from metaservice.publish.attach.generic import Generic  # noqa: PLC0415
     from metaservice.publish.attach.llm_d import LlmD  # noqa: PLC0415
     from metaservice.publish.attach.merge import Merge  # noqa: PLC0415
 
@@ -24,7 +25,11 @@ def make(text: str, view: "View") -> Attachment:
     kinds: dict[str, Callable[[Row, View], Attachment]] = {
         "dynamo-indexer": DynamoIndexer,
         "dynamo-peer": DynamoPeer,
+        "generic": Generic,
         "llm-d": LlmD,
         "merge": Merge,
     }
-    return kinds[row.kind](row, view)
+    try:
+        return kinds[row.kind](row, view)
+    except ValueError as error:
+        raise AttachmentError(f"{row.kind}: {error}") from None

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import zmq
 
 from metaservice.core.windows import Window
-from metaservice.publish.attach.names import pod_topic
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.feed import EngineUp
+from metaservice.publish.plan import topic as topic_of
 from metaservice.publish.sockets import Watched
 from metaservice.publish.view import View
 from metaservice.wire.schemas_events import AttachmentView, StreamView
@@ -220,7 +220,7 @@ class LlmD:
         instance = self._view.instances.get(engine.instance)
         if instance is None or not payload:
             return
-        topic = pod_topic(engine.address, instance.model)
+        topic = topic_of(engine.address, instance.model)
         for link in self._links:
             if self._view.may_send(engine.shard):
                 link.send(topic, number, payload)

@@ -19,12 +19,12 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from metaservice.publish.attach.engine_events import CLEARED, EngineEvents
-from metaservice.publish.attach.names import pod_topic
 from metaservice.publish.channel import Channel, ChannelPlan
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.feed import EngineUp, InstanceUp
 from metaservice.publish.ingest.follow import BadEndpoint, Follower, Inbox
 from metaservice.publish.ingest.sequence import Step
+from metaservice.publish.plan import topic as topic_of
 from metaservice.publish.replay import Replays
 from metaservice.publish.segments import PIECE_BYTES, Segment
 from metaservice.publish.settings import PublishConfig
@@ -182,7 +182,7 @@ class Merged:
             key_length=instance.key_length,
             hash_of=instance.hash_of,
             lora=instance.lora,
-            topic=pod_topic(up.engine, instance.model),
+            topic=topic_of(up.engine, instance.model),
         )
         plan = ChannelPlan(self.index, instance.tenant, (stream,))
         if self.channel is not None and self.channel.plan == plan:

@@ -18,8 +18,3 @@ def group_name(instance: InstanceUp) -> str:
     """The routing group at Dynamo's indexer."""
     group = instance.routing_group
     return DEFAULT_GROUP if group in ("", instance.model) else group
-
-
-def pod_topic(address: str, model: str) -> bytes:
-    """The topic that llm-d knows a pod by. It is taken apart at its two `@`, so neither name may have one."""
-    return f"kv@{address.replace('@', '_')}@{model.replace('@', '_')}".encode()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 RANK_MAX = 2**31 - 1
+DIALECTS = ("vllm", "array", "mooncake")
 
 
 class AttachmentError(ValueError):
@@ -21,7 +22,7 @@ class Option(NamedTuple):
     default: str | None
     """None: it has to be given."""
     form: str
-    """`url`, `endpoint`, `endpoints`, `names`, `name`, `switch`, or a number's lowest value."""
+    """`url`, `endpoint`, `endpoints`, `names`, `name`, `emitter`, `switch`, or a number's lowest value."""
 
 
 class Row(NamedTuple):
@@ -55,6 +56,13 @@ KINDS: dict[str, dict[str, Option]] = {
     },
     "dynamo-peer": {
         "port": Option(None, "1"),
+    },
+    "generic": {
+        "port": Option(None, "1"),
+        "instance": Option(None, "name"),
+        "node": Option("", "name"),
+        "rank": Option("0", "0"),
+        "emitter": Option("vllm", "emitter"),
     },
     "llm-d": {
         "endpoint": Option(None, "endpoints"),
@@ -101,7 +109,7 @@ def parse(text: str) -> Row:
 def ports(row: Row) -> range:
     """The ports that an attachment binds, none for most."""
     match row.kind:
-        case "dynamo-peer":
+        case "dynamo-peer" | "generic":
             return range(row.number("port"), row.number("port") + 1)
         case "merge":
             base = row.number("port_base")
@@ -122,6 +130,9 @@ def _fault(form: str, value: str) -> str:
             return "" if parts and len(parts) == len(set(parts)) else "names, each once"
         case "name":
             return ""
+        case "emitter":
+            dialect = value.partition(":")[0]
+            return "" if dialect in DIALECTS else f"one of {', '.join(DIALECTS)}"
         case "switch":
             return "" if value in ("true", "false") else "true or false"
         case least:
