@@ -187,6 +187,7 @@ def rows_19_20_adapters_and_salts(stage: Stage) -> str:
         own = fleet.author.retold(base, lora="adapter-c")
         fleet.write(own, instance=fleet.adapter("adapter-c"))
         variants.append(own)
+        judge.settle([*variants, stranger, untold], SETTLE_S)
         judge.hold([*variants, stranger, untold], stage.chance, 1.0)
         for variant in variants[:-1]:
             fleet.remove([key for key in variant.keys if fleet.truth.stored(key)])

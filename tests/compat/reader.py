@@ -122,3 +122,14 @@ def arrived(socket: "zmq.Socket[bytes]", read_s: float) -> Iterator[Frame]:
         topic, seq, payload = socket.recv_multipart()
         if seq != END:
             yield Frame(topic, int.from_bytes(seq, "big"), payload)
+
+
+def apply(known: set[int], frame: Frame) -> None:
+    """What a subscriber makes of a batch: `known` is the hashes of the blocks that it believes are there."""
+    for event in frame.events():
+        if event["type"] == "BlockStored":
+            known.update(event["block_hashes"])
+        elif event["type"] == "BlockRemoved":
+            known.difference_update(event["block_hashes"])
+        else:
+            known.clear()
