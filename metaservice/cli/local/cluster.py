@@ -35,8 +35,8 @@ class LocalCluster:
         own: Callable[[int], Settings] | None = None,
     ) -> None:
         """`folder` (made when absent) keeps data and logs and stays; None is a temporary one. `settings`: of
-        every replica; `own`: more for one of them, by its number from 1 on. `standby`: PostgreSQL gets a synchronous
-        standby that the replicas know too."""
+        every replica; `own`: more for one of them, by its number from 1 on. `standby`: PostgreSQL gets a
+        synchronous standby that the replicas know too."""
         self._stack = ExitStack()
         self.folder = folder if folder is not None else self._stack.enter_context(temporary_folder())
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class LocalCluster:
         self._count = replicas
         self._with_standby = standby
         self._settings: Settings = settings or {}
-        self._own = own
+        self._own_settings = own
 
     def __enter__(self) -> Self:
         try:
@@ -148,7 +148,7 @@ class LocalCluster:
 
     def _settings_of(self, number: int) -> Settings:
         """What one replica is told."""
-        return {**self._shared(), **(self._own(number) if self._own is not None else {})}
+        return {**self._shared(), **(self._own_settings(number) if self._own_settings is not None else {})}
 
     def _shared(self) -> Settings:
         """What all replicas are told."""
