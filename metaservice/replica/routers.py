@@ -51,7 +51,8 @@ class Routers:
 
     def attach(self, shards: Sequence[Shard]) -> None:
         """These are the shards. Once, before the publisher starts."""
-        self._feeds = [_Feed(shard, self.publisher) for shard in shards]
+        told_by: dict[tuple[str, str], int] = {}
+        self._feeds = [_Feed(shard, self.publisher, told_by) for shard in shards]
         self.publisher.on_begin = self._begin
         self.publisher.on_restate = self._restate
         self.publisher.on_beat = self._beat
@@ -89,9 +90,12 @@ class Routers:
 class _Feed:
     """One shard's part."""
 
-    def __init__(self, shard: Shard, publisher: Publisher) -> None:
+    def __init__(self, shard: Shard, publisher: Publisher, told_by: dict[tuple[str, str], int]) -> None:
         self.shard = shard
         self._publisher = publisher
+        self._told_by = told_by
+        """(kind, id) of every engine and instance -> the shard that told of it last. One may be of another
+        shard now, and that shard's copy of the catalogue be ahead of this one's: then it is not gone."""
         self._instances: dict[str, Announcement] = {}
         self._engines: dict[str, EngineAt] = {}
         self._beginning: asyncio.Task[None] | None = None
@@ -177,6 +181,7 @@ class _Feed:
         for instance in machine.publications():
             if self._instances.get(instance.instance) != instance:
                 self._instances[instance.instance] = instance
+                self._told_by["instance", instance.instance] = number
                 self._publisher.tell(
                     feed.InstanceUp(
                         number, instance.instance, instance.tenant, instance.model, instance.routing_group,
@@ -187,6 +192,7 @@ class _Feed:
         for one in machine.announced_engines():
             if self._engines.get(one.engine) != one:
                 self._engines[one.engine] = one
+                self._told_by["engine", one.engine] = number
                 at = one.endpoints
                 self._publisher.tell(
                     feed.EngineUp(
@@ -201,15 +207,24 @@ class _Feed:
         for engine in [one for one in self._engines if one not in alive]:
             del self._engines[engine]
             why = "expired" if machine.knows_engine(engine) else "left"
-            self._publisher.tell(feed.EngineDown(self.shard.number, engine, why))
+            if self._gone("engine", engine):
+                self._publisher.tell(feed.EngineDown(self.shard.number, engine, why))
         named = {one.instance for one in machine.publications()}
         going = [one for one in self._instances if one not in named]
         for instance in going:
             if machine.untold(instance):
                 return True  # its blocks are told as removed first
             del self._instances[instance]
-            self._publisher.tell(feed.InstanceDown(self.shard.number, instance))
+            if self._gone("instance", instance):
+                self._publisher.tell(feed.InstanceDown(self.shard.number, instance))
         return False
+
+    def _gone(self, kind: str, id: str) -> bool:
+        """Whether no other shard has it now."""
+        if self._told_by.get((kind, id)) != self.shard.number:
+            return False
+        del self._told_by[kind, id]
+        return True
 
     # ------------------------------------------------------------ who leads
 

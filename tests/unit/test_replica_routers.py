@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from metaservice.core.commands import Announce, PutInstance
+from metaservice.core.commands import Announce, Deregister, PutInstance, RegisterEngine
 from metaservice.core.machine import Machine
 from metaservice.core.windows import Window
 from metaservice.publish import feed
@@ -40,9 +40,8 @@ class Heard:
 class OneShard:
     """As much of a shard as is asked for what it holds."""
 
-    number = 0
-
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, number: int = 0) -> None:
+        self.number = number
         self.loaded: Machine | None = machine
 
 
@@ -121,3 +120,27 @@ async def test_an_instance_is_down_behind_its_last_removal() -> None:
         routers.applied(0, told.events[-1:])
     assert heard.kinds()[-3:] == ["Window", "Window", "InstanceDown"]
     assert PUBLICATION.entries_max > 20
+
+
+async def test_an_engine_that_another_shard_has_by_now_is_not_gone() -> None:
+    told, other = Told(), Told()
+    for fleet, engine in ((told, "moves"), (other, "stays")):
+        fleet.done(RegisterEngine(engine=engine, incarnation="1", instance="i"))
+    heard = Heard()
+    routers = Routers(heard)  # type: ignore[arg-type]
+    shards = [OneShard(told.machine, 0), OneShard(other.machine, 1)]
+    routers.attach(shards)  # type: ignore[arg-type]
+    heard.on_begin()
+    await asyncio.sleep(0.01)
+    first = len(other.events)
+    other.done(RegisterEngine(engine="moves", incarnation="1", instance="i"))
+    routers.applied(1, other.events[first:])
+    first = len(told.events)
+    told.done(Deregister(kind="engine", id="moves", incarnation="1"))
+    routers.applied(0, told.events[first:])
+    assert not any(isinstance(one, feed.EngineDown) for one in heard.told)
+    first = len(other.events)
+    other.done(Deregister(kind="engine", id="moves", incarnation="1"))
+    routers.applied(1, other.events[first:])
+    (down,) = [one for one in heard.told if isinstance(one, feed.EngineDown)]
+    assert (down.shard, down.engine, down.why) == (1, "moves", "left")
