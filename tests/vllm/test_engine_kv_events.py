@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq  # type: ignore[import-not-found]
+import zmq
 from vllm.distributed.kv_events import (
     MEDIUM_GPU,
     MEDIUM_STORAGE,
@@ -41,7 +41,7 @@ class Follower:
 
     def __init__(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        port = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._next = 0
         self.arguments: dict[str, Any] = {
