@@ -152,7 +152,7 @@ async def house(limits: IngestLimits = QUICK) -> AsyncIterator[House]:
 
 @pytest.mark.parametrize("topic_frame", [True, False])
 async def test_row_01_replays_with_and_without_a_topic_frame(topic_frame: bool) -> None:
-    async with house() as found:
+    async with house(IngestLimits(probe_ms=60_000)) as found:
         publisher = found.publisher(topic_frame=topic_frame)
         for _ in range(50):
             await publisher.step(lost=True)
@@ -292,6 +292,7 @@ async def test_an_engine_that_does_not_answer_replays_is_followed_after_a_few_tr
         await until(lambda: bool(publisher.asked))
         await publisher.tell(stored([A], ids(1)))
         await until(lambda: found.held()[0] == {A})
+        assert len(publisher.asked) == QUICK.replay_tries
 
 
 async def test_hostile_frames_are_counted_and_the_stream_goes_on() -> None:

@@ -17,6 +17,14 @@ from .sequence import END, Sequencer, Step
 
 _ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _AGAIN_MS = 1_000
+_RECONNECT_MS = 200
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _SEQ_BYTES = 8
 
 
@@ -113,29 +121,40 @@ class Follower:
             await asyncio.sleep(_AGAIN_MS / 1_000)
 
     async def _listen(self) -> None:
-        """Reads what is published."""
-        with self._socket(zmq.SUB) as socket:
-            socket.subscribe(b"")
-            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            watching = asyncio.create_task(self._watch(monitor))
-            try:
-                socket.connect(self._endpoint)
-                while True:
-                    await self._put(0, await socket.recv_multipart())
-            finally:
-                watching.cancel()
-                self.connected = False
-                socket.disable_monitor()
-                monitor.close(linger=0)
+        """Reads what is published, with a new socket for each connection: libzmq makes none again of its own
+        after one that ended with a message that was too long, or with a peer that does not speak ZMTP."""
+        while True:
+            with self._socket(zmq.SUB) as socket:
+                socket.subscribe(b"")
+                monitor = socket.get_monitor_socket(_WATCHED)
+                reading = asyncio.create_task(self._read(socket))
+                watching = asyncio.create_task(self._watch(monitor))
+                try:
+                    socket.connect(self._endpoint)
+                    done, _ = await asyncio.wait((reading, watching), return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                    reading.cancel()
+                    while await socket.poll(0):
+                        await self._put(0, await socket.recv_multipart())
+                finally:
+                    self.connected = False
+                    reading.cancel()
+                    watching.cancel()
+                    socket.disable_monitor()
+                    monitor.close(linger=0)
+            await asyncio.sleep(_RECONNECT_MS / 1_000)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            await self._put(0, await socket.recv_multipart())
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Notes that it is connected (again)."""
-        while True:
-            told = parse_monitor_message(await monitor.recv_multipart())
-            self.connected = told["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if self.connected:
-                self._waiting.append((0, []))
-                self._came.set()
+        """Notes that it is connected; returns when the connection ended, or failed."""
+        while parse_monitor_message(await monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connected = True
+            self._waiting.append((0, []))
+            self._came.set()
 
     async def _ask(self, session: int, start: int) -> None:
         """One replay, with a socket of its own, so that no other answer is mixed in."""
@@ -220,14 +239,18 @@ class Follower:
             self._session = None
 
     async def _put(self, session: int, frames: list[bytes]) -> None:
-        while self._inbox.full(len(self._waiting)):
-            self._went.clear()
-            with suppress(TimeoutError):  # room may be made by another stream
-                async with asyncio.timeout(0.05):
-                    await self._went.wait()
-        self._waiting.append((session, frames))
-        self._inbox.bytes += sum(map(len, frames))
-        self._came.set()
+        """Frames wait for their turn. When this is cancelled while there is no room they are kept all the
+        same: they were read."""
+        try:
+            while self._inbox.full(len(self._waiting)):
+                self._went.clear()
+                with suppress(TimeoutError):  # room may be made by another stream
+                    async with asyncio.timeout(0.05):
+                        await self._went.wait()
+        finally:
+            self._waiting.append((session, frames))
+            self._inbox.bytes += sum(map(len, frames))
+            self._came.set()
 
     def _drop_waiting(self) -> None:
         self._inbox.bytes -= sum(len(frame) for _, frames in self._waiting for frame in frames)
