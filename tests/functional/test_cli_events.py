@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+from metaservice.telemetry.events import HELP
 from tests.functional.cli_house import Ran, ucm_meta
 from tests.functional.events_service import MODEL, EventsService, Prompt, Refused, eventually, running
 from tests.unit.indexer_house import FakeIndexer
@@ -185,6 +186,14 @@ def test_every_consumer_has_its_settings(service: EventsService, consumer: str) 
     assert ran.stdout.strip()
     if consumer in ("mooncake", "generic"):
         assert service.streams()[0]["endpoint"] in ran.stdout
+
+
+def test_every_metric_of_events_is_described(service: EventsService) -> None:
+    service.ask("GET", "/v1/events")
+    lines = service.http.get("/metrics").text.splitlines()
+    names = {line.split()[2] for line in lines if line.startswith("# HELP ucm_meta_events_")}
+    assert len(names) > 50
+    assert {name.removeprefix("ucm_meta_events_") for name in names} <= HELP.keys()
 
 
 def test_what_cannot_be_read_is_said() -> None:

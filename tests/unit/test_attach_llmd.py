@@ -233,7 +233,7 @@ async def test_row_22_a_picker_that_was_too_slow_is_told_again(
     big = [run(*range(64 * n, 64 * n + 64)) for n in range(1, 9)]
 
     def dropped() -> float:
-        return next(value for name, value in attachment.stats().items() if "dropped" in name)
+        return next(value for name, value in attachment.stats().items() if "dropped_total" in name)
 
     for _ in range(5_000):
         attachment.window(0, house.window(*big))

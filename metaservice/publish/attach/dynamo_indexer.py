@@ -23,6 +23,7 @@ from metaservice.publish.attach.indexer_plan import (
     plan,
     wish,
 )
+from metaservice.publish.attach.names import metric
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.feed import EngineUp
 from metaservice.publish.view import View
@@ -122,12 +123,14 @@ class DynamoIndexer:
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters."""
-        label = f'{{attachment="{self.name}"}}'
-        counts = {f"attachment_{name}{label}": float(count) for name, count in self._counts.items()}
-        return counts | {
-            f"attachment_reached{label}": float(self._reached),
-            f"attachment_registered{label}": float(self._registered),
-            f"attachment_problems{label}": float(len(self._problems)),
+        gauges = {
+            "reached": self._reached,
+            "engines": self._registered,
+            "problems": len(self._problems),
+        }
+        counts = gauges | {f"{name}_total": count for name, count in self._counts.items()}
+        return {
+            metric(f"attachment_{name}", attachment=self.name): float(count) for name, count in counts.items()
         }
 
     async def _run(self, http: httpx.AsyncClient) -> None:

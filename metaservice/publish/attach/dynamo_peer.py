@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from metaservice.core.windows import Window
-from metaservice.publish.attach.names import group_name, worker_number
+from metaservice.publish.attach.names import group_name, metric, worker_number
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.emitters.dump import Held, dump
 from metaservice.publish.emitters.spans import Checks
@@ -86,9 +86,11 @@ class DynamoPeer:
 
     def stats(self) -> dict[str, float]:
         """Counters."""
-        label = f'{{attachment="{self.name}"}}'
         counts = self._counts | {"invalid": self._invalid.total()}
-        return {f"attachment_{name}{label}": float(count) for name, count in counts.items()}
+        return {
+            metric(f"attachment_{name}_total", attachment=self.name): float(count)
+            for name, count in counts.items()
+        }
 
     @property
     def _url(self) -> str:

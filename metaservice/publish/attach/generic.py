@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from metaservice.core.windows import Window
 from metaservice.publish import emitters
+from metaservice.publish.attach.names import metric
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.channel import Channel, ChannelPlan
 from metaservice.publish.emitters.port import Stream
@@ -96,11 +97,11 @@ class Generic:
 
     def stats(self) -> dict[str, float]:
         """Counters."""
-        label = f'{{attachment="{self.name}"}}'
-        counts = self._counts | {"invalid": sum(self._emitter.invalid.values())}
-        subscribers = 0 if self._channel is None else self._channel.subscribers
-        return {f"attachment_{name}_total{label}": float(count) for name, count in counts.items()} | {
-            f"attachment_subscribers{label}": float(subscribers)
+        counts = {f"{name}_total": count for name, count in self._counts.items()}
+        counts["invalid_total"] = sum(self._emitter.invalid.values())
+        counts["subscribers"] = 0 if self._channel is None else self._channel.subscribers
+        return {
+            metric(f"attachment_{name}", attachment=self.name): float(count) for name, count in counts.items()
         }
 
     def _settle(self) -> None:

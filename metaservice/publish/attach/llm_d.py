@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import zmq
 
 from metaservice.core.windows import Window
+from metaservice.publish.attach.names import metric
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.feed import EngineUp
@@ -176,14 +177,15 @@ class LlmD:
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters."""
-        stats = {f'attachment_restatements{{attachment="{self.name}"}}': float(self._counts["restatements"])}
+        restatements = metric("attachment_restatements_total", attachment=self.name)
+        stats = {restatements: float(self._counts["restatements"])}
         for link in self._links:
-            label = f'{{attachment="{self.name}",endpoint="{link.endpoint}"}}'
+            values = {"reached": link.topics > 0, "sent_total": link.sent, "dropped_total": link.dropped}
             stats |= {
-                f"attachment_reached{label}": float(link.topics > 0),
-                f"attachment_sent{label}": float(link.sent),
-                f"attachment_dropped{label}": float(link.dropped),
+                metric(f"attachment_{name}", attachment=self.name, endpoint=link.endpoint): float(value)
+                for name, value in values.items()
             }
+        stats[metric("attachment_engines", attachment=self.name)] = float(len(self._known))
         return stats
 
     def _pods(self) -> dict[Pod, EngineUp]:

@@ -3,11 +3,10 @@
 For Dynamo's select_service, and for the relay of its frontend: both take exactly one source a worker.
 """
 
-from collections import Counter
-
 from metaservice.core.windows import Window
 from metaservice.publish.announced import Announced
 from metaservice.publish.attach.merged import Merged, with_ports
+from metaservice.publish.attach.names import metric
 from metaservice.publish.attach.rows import Row
 from metaservice.publish.channel import Channel
 from metaservice.publish.ingest.follow import Inbox
@@ -96,12 +95,13 @@ class Merge:
         """Counters by engine."""
         stats: dict[str, float] = {}
         for one in self._merged:
-            label = f'{{attachment="{self.name}",engine="{one.engine}"}}'
-            counts = Counter(one.counts) + Counter({"invalid": one.bad.total()})
-            names = {"batches", "clears", "overflows", "invalid"}
-            stats |= {f"attachment_{name}_total{label}": float(counts[name]) for name in names}
+            counts = {f"{name}_total": count for name, count in one.counts.items()}
             subscribers = one.channel.subscribers if one.channel is not None else 0
-            stats[f"attachment_subscribers{label}"] = float(subscribers)
+            counts |= {"invalid_total": one.bad.total(), "subscribers": subscribers}
+            stats |= {
+                metric(f"attachment_{name}", attachment=self.name, engine=one.engine): float(count)
+                for name, count in counts.items()
+            }
         return stats
 
     # ------------------------------------------------------------ as replays need it
