@@ -6,6 +6,7 @@ Nothing but a probe that each engine hashes itself (the canary) says for certain
 """
 
 from .commands import PutInstance, RegisterEngine
+from .model import Publication
 from .rejections import Rejection
 from .starts import announceable
 from .state import Instance, State
@@ -31,6 +32,11 @@ def refuse(state: State, command: PutInstance) -> Rejection | None:
             )
     if wanted.hash_of not in _HASHES:
         return Rejection("invalid_field", f"expected one of {', '.join(_HASHES)}", "publication.hash_of")
+    known = state.instances.get(command.instance)
+    if known is not None:
+        refused = _renamed(known, wanted)
+        if refused is not None:
+            return refused
     if not 1 <= wanted.entries_max <= 100_000_000:
         return Rejection("invalid_field", "expected 1..100000000", "publication.entries_max")
     if wanted.base:
@@ -39,7 +45,6 @@ def refuse(state: State, command: PutInstance) -> Rejection | None:
             return Rejection(
                 "invalid_field", "expected another instance, registered before", "publication.base"
             )
-        known = state.instances.get(command.instance)
         shard = known.shard if known is not None else command.shard
         if state.shards > 1 and shard not in (None, base.shard):
             return Rejection(
@@ -48,6 +53,20 @@ def refuse(state: State, command: PutInstance) -> Rejection | None:
                 "publication.base",
             )
     return _mixed(state, command)
+
+
+def _renamed(known: Instance, wanted: Publication) -> Rejection | None:
+    """What was told as stored under one hash, in one stream, cannot be told as removed under another."""
+    before = known.publication
+    for field in ("hash_of", "base"):
+        if before is not None and getattr(before, field) != getattr(wanted, field):
+            return Rejection(
+                "invalid_field",
+                f"it is {getattr(before, field)!r} and cannot change while the instance is announced: "
+                "routers would keep what they were told; take the publication away first",
+                f"publication.{field}",
+            )
+    return None
 
 
 def _mixed(state: State, command: PutInstance) -> Rejection | None:

@@ -1,10 +1,11 @@
 """What announcing may cost and keep: nothing where nobody announces, no more than was asked in a step, and
 nothing that stays for ever."""
 
+import pytest
 from msgspec.structs import replace
 
 from metaservice.core import capture
-from metaservice.core.commands import Announce, DeleteInstance, PutStorage, Tick
+from metaservice.core.commands import Announce, DeleteInstance, PutInstance, PutStorage, Tick
 from metaservice.core.events import Announced
 from metaservice.core.index import unpacked_slots
 from metaservice.core.machine import Machine
@@ -189,3 +190,21 @@ def test_what_is_owed_is_counted_by_instance() -> None:
     assert restored.untold("i") and restored.state.announced == told.machine.state.announced
     told.tell()
     assert not told.machine.untold("i")
+
+
+@pytest.mark.parametrize("change", [{"hash_of": "head64"}, {"base": "b"}])
+def test_what_was_told_under_one_hash_in_one_stream_is_taken_back_there(change: dict[str, str]) -> None:
+    told = Told()
+    told.publish(replace(PUBLICATION, routing_group="other"), "b")
+    told.write(chain(3))
+    told.tell()
+    changed = replace(PUBLICATION, **change)
+    put = PutInstance(instance="i", group="g", fingerprint=FINGERPRINT, publication=changed)
+    refusal = told.send(put)
+    assert (refusal.code, refusal.field) == ("invalid_field", f"publication.{next(iter(change))}")
+    told.publish(None)
+    told.tell()
+    told.done(put)
+    told.tell()
+    assert told.router.keys() == set(chain(3))
+    told.sound()
