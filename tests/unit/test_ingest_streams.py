@@ -288,6 +288,7 @@ async def test_an_engine_that_does_not_answer_replays_is_followed_after_a_few_tr
     async with house() as found:
         publisher = found.publisher()
         publisher.answers = False
+        publisher.toy.number = 5
         found.ingest.engine_up(publisher.up)
         await until(lambda: bool(publisher.asked))
         await publisher.tell(stored([A], ids(1)))
