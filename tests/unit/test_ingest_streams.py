@@ -347,6 +347,22 @@ async def test_engines_of_an_instance_that_is_not_announced_yet_are_followed_whe
         assert found.stat("ingest_streams") == 0
 
 
+async def test_a_shard_that_an_engine_moved_away_from_does_not_take_it_away() -> None:
+    async with house() as found:
+        found.ingest.engine_up(engine_up())
+        found.ingest.engine_up(engine_up("e1", instance="i1"))
+        found.ingest.instance_up(instance_up(shard=1))
+        for engine in ("e0", "e1"):
+            found.ingest.engine_up(engine_up(engine, shard=1, instance="i0" if engine == "e0" else "i1"))
+            found.ingest.engine_down(EngineDown(0, engine, "expired"))
+        found.ingest.instance_down(InstanceDown(0, "i0"))
+        found.ingest.instance_up(instance_up(shard=1, instance="i1"))
+        assert found.stat("holdings_engines") == 2
+        for engine in ("e0", "e1"):
+            found.ingest.engine_down(EngineDown(1, engine, "expired"))
+        assert found.stat("holdings_engines") == 0
+
+
 async def test_streams_and_engines_are_bounded() -> None:
     async with house(IngestLimits(engines_max=3, streams_max=2)) as found:
         for row in range(5):

@@ -116,8 +116,10 @@ class Ingest:
 
     def instance_down(self, down: InstanceDown) -> None:
         """It is announced no more; nothing is remembered of its engines."""
-        if self.instances.pop(down.instance, None) is None:
+        up = self.instances.get(down.instance)
+        if up is None or up.shard != down.shard:
             return
+        del self.instances[down.instance]
         for member in self.holdings.of(down.instance):
             self._drop(member.up.engine)
             self._early[member.up.engine] = member.up
@@ -162,10 +164,13 @@ class Ingest:
             self._say("warning", f"events of engine {up.engine} are not followed: {error}")
 
     def engine_down(self, down: EngineDown) -> None:
-        """It is gone, and all that it held; nothing that its process still sends counts."""
-        self._early.pop(down.engine, None)
+        """It is gone, and all that it held; nothing that its process still sends counts. A shard that it moved
+        away from since says nothing about it."""
+        early = self._early.get(down.engine)
+        if early is not None and early.shard == down.shard:
+            del self._early[down.engine]
         member = self.holdings.get(down.engine)
-        if member is not None:
+        if member is not None and member.up.shard == down.shard:
             self._retire(member.up)
             self._drop(down.engine)
 
