@@ -164,8 +164,8 @@ class Ingest:
             self._say("warning", f"events of engine {up.engine} are not followed: {error}")
 
     def engine_down(self, down: EngineDown) -> None:
-        """It is gone, and all that it held; nothing that its process still sends counts. A shard that it moved
-        away from since says nothing about it."""
+        """It is gone, and all that it held; nothing that its process still sends counts. A shard that it
+        moved away from since says nothing about it."""
         early = self._early.get(down.engine)
         if early is not None and early.shard == down.shard:
             del self._early[down.engine]

@@ -103,8 +103,12 @@ class Reports:
             last = reporter.number
             if last is not None and ask.number <= last:
                 self._hear(member, reporter)
-                again = ask.number == last and (ask.stored or ask.removed or ask.cleared)
-                return reporter.reply if again else _ENCODE(self._reply([], [], "", last))
+                if ask.number == last and (ask.stored or ask.removed or ask.cleared):
+                    return reporter.reply
+                stored, removed = (
+                    [ReportOutcome.taken.value] * len(items) for items in (ask.stored, ask.removed)
+                )
+                return _ENCODE(self._reply(stored, removed, "", last))
             if ask.base is not None and ask.base != last:
                 self._tally["reports_refused"] += 1
                 return _ENCODE(self._reply([], [], "snapshot", last or 0))
