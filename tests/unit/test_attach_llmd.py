@@ -12,7 +12,8 @@ import zmq
 
 from metaservice.core.windows import Gone
 from metaservice.publish.attach import Attachment, make
-from metaservice.publish.attach.llm_d import AGAIN_S
+from metaservice.publish.attach.llm_d import AGAIN_S, ALONE_S
+from tests.functional.events_service import free_ports
 from tests.unit.attach_house import FIRST, House, key, run
 
 POD = "10.0.0.1:8000"
@@ -256,3 +257,28 @@ async def test_nobody_at_the_endpoint_is_a_problem(house: House, picker: Picker,
     attachment.leads(0, True)
     assert not attachment.status().ok
     assert "tcp://127.0.0.1:9" in attachment.status().detail
+
+
+async def test_a_port_that_something_else_had_for_a_moment_is_tried_again(
+    house: House, attach: Attach
+) -> None:
+    """What answers in no ZMTP ends the connection for good, as ZeroMQ sees it."""
+    port = free_ports(1)
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 4)
+        await writer.drain()
+        writer.close()
+
+    attachment = attach(f"llm-d endpoint=tcp://127.0.0.1:{port}")
+    house.add_engine("a", address=POD)
+    async with await asyncio.start_server(other, "127.0.0.1", port):
+        attachment.leads(0, True)
+        await asyncio.sleep(0.3)
+    picker = Picker(port)
+    house.clock_s += ALONE_S + 1
+    attachment.window(0, house.window())
+    await subscribed(attachment)
+    attachment.window(0, house.window(run(1)))
+    assert (await picker.next())[0] == f"kv@{POD}@m"
+    picker.close()

@@ -17,12 +17,14 @@ from metaservice.publish.attach.rows import Row
 from metaservice.publish.emitters.port import Stream
 from metaservice.publish.feed import EngineUp
 from metaservice.publish.plan import topic as topic_of
-from metaservice.publish.sockets import Watched
+from metaservice.publish.sockets import Socket, Watched
 from metaservice.publish.view import View
 from metaservice.wire.schemas_events import AttachmentView, StreamView
 
 AGAIN_S = 5.0
 """A consumer that comes and goes does not have everything told again more often."""
+ALONE_S = 10.0
+KEEPALIVE_S = 30
 _SEQ = struct.Struct(">Q")
 Pod = tuple[str, str]
 """Its address, and the instance it uses."""
@@ -35,6 +37,8 @@ class Link:
         self._view = view
         self._queue = queue
         self._watched: Watched | None = None
+        self._monitor: Watched | None = None
+        self._alone_s = 0.0
         self.endpoint = endpoint
         self.topics = 0
         """Subscriptions that it holds now."""
@@ -47,28 +51,45 @@ class Link:
 
     def open(self) -> None:
         """Connect. It need not be there."""
-        socket: zmq.Socket[bytes] = zmq.Context.socket(self._view.context, zmq.XPUB, socket_class=zmq.Socket)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket = self._socket(zmq.XPUB)
         socket.setsockopt(zmq.SNDHWM, self._queue)
         socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         socket.setsockopt(zmq.XPUB_NODROP, 1)  # what does not fit is seen, and told again
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+        place = f"inproc://{id(socket)}"
+        socket.monitor(place, zmq.EVENT_DISCONNECTED)
+        monitor = self._socket(zmq.PAIR)
+        monitor.connect(place)
         socket.connect(self.endpoint)
         self._watched = Watched(socket, self._heard)
+        self._monitor = Watched(monitor, self._gone)
+        self._alone_s = self._view.now_s()
 
     def close(self) -> None:
         """Disconnect; what is queued is dropped, since somebody else sends now."""
-        if self._watched is not None:
+        if self._watched is not None and self._monitor is not None:
+            self._watched.socket.monitor(None, 0)
+            self._monitor.close()
             self._watched.close()
-            self._watched = None
+            self._watched = self._monitor = None
         self.topics = 0
         self.joined = self.behind = False
 
+    def tend(self) -> None:
+        """Begin anew when nobody was there for long: a connection that ended with an error of the protocol is
+        never made again by ZeroMQ itself."""
+        if self._watched is None or self.topics:
+            self._alone_s = self._view.now_s()
+        elif self._view.now_s() - self._alone_s > ALONE_S:
+            self.close()
+            self.open()
+
     def send(self, topic: bytes, number: int, payload: bytes) -> None:
         """Queue one batch; one that does not fit is dropped and counted."""
-        if self._watched is None:
+        if self._watched is None or not self.topics:
             return
         try:
             self._watched.socket.send_multipart((topic, _SEQ.pack(number), payload), zmq.NOBLOCK)
@@ -81,11 +102,20 @@ class Link:
                 self.behind, self.joined = False, True
         self._watched.look()
 
+    def _socket(self, kind: int) -> Socket:
+        socket: Socket = zmq.Context.socket(self._view.context, kind, socket_class=zmq.Socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
+
     def _heard(self, message: Sequence[bytes]) -> None:
         """A subscription, or the end of one."""
         begins = message[0][:1] == b"\x01"
         self.topics = max(0, self.topics + (1 if begins else -1))
         self.joined = self.joined or begins
+
+    def _gone(self, message: Sequence[bytes]) -> None:
+        """The connection ended; if it is made again, the subscriptions come again too."""
+        self.topics = 0
 
 
 class LlmD:
@@ -237,6 +267,8 @@ class LlmD:
 
     def _catch_up(self) -> None:
         """Ask for what somebody who joined, or lost something, has to be told again."""
+        for link in self._links:
+            link.tend()
         if any(link.joined for link in self._links):
             self._owed.add("")
             for link in self._links:
