@@ -33,7 +33,7 @@ HEATED_MAX = 4_096
 def due(state: State, memory: Memory, now_ms: int) -> bool:
     """Whether there is a step to take now."""
     telling = _led(state, memory, now_ms)
-    if telling.pressing or state.untold or telling.crossing(now_ms):
+    if telling.pressing or state.untold or state.doomed or telling.crossing(now_ms):
         return True
     return now_ms - telling.told_ms >= memory.limits.beat_ms and bool(state.published)
 
@@ -59,13 +59,13 @@ def announce(state: State, memory: Memory, command: Announce, now_ms: int) -> tu
     telling, limits = _led(state, memory, now_ms), memory.limits
     dropped = _shrunk(state, memory)
     stored: list[int] = []
-    if len(state.untold) < limits.window_removed_max:
+    if len(state.untold) < limits.window_removed_max and not state.doomed:
         # else what went is told first: it may be what is to be stored again
         colder, stored = _stored(state, memory, now_ms)
         dropped += colder
     restated = telling.restated(state, now_ms, limits.window_blocks_max, limits.restate_ms)
     again = telling.again(len(state.tombstones), now_ms, limits.restate_ms, limits.window_removed_max)
-    silent = not (dropped or stored or restated or again or state.untold)
+    silent = not (dropped or stored or restated or again or state.untold or state.doomed)
     if silent and not (now_ms - telling.told_ms >= limits.beat_ms and state.published):
         return Done(), []
     columns = packed_slots(stored), packed_slots(restated), packed_slots(dropped)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from .index import Label
+from .index import Label, packed_slots, unpacked_slots
 from .model import Endpoints, Publication
 from .state import WINDOW_FIRST, State, Told
 
@@ -29,6 +29,7 @@ class _Told(msgspec.Struct, array_like=True, tag=_TAG):
     engines: list[tuple[str, Endpoints, int, int]]
     announced: bytes
     labels: list[tuple[str, str]]
+    doomed: bytes = b""
 
 
 class _Tokens(msgspec.Struct, array_like=True):
@@ -58,7 +59,7 @@ def capture(state: State, slots_per_chunk: int) -> Iterator[bytes]:
     yield _ENCODER.encode(
         _Told(
             state.window, list(state.untold), list(state.tombstones), instances, storages, engines,
-            bytes(index.announced), labels,
+            bytes(index.announced), labels, packed_slots(state.doomed),
         )
     )  # fmt: skip
     for first in range(0, len(index), slots_per_chunk):
@@ -88,6 +89,7 @@ def restore(state: State, chunks: list[bytes]) -> None:
     state.window = head.window
     state.untold = dict.fromkeys(head.untold)
     state.tombstones = deque(head.tombstones)
+    state.doomed = deque(unpacked_slots(head.doomed))
     for id, publication in head.instances:
         state.instances[id].publication = publication
     for id, reach in head.storages:

@@ -247,7 +247,8 @@ class Machine:
 
     def untold(self, instance: str) -> bool:
         """Whether routers have still to be told that blocks of the instance went."""
-        return instance in self.state.untold_of
+        known = self.state.instances.get(instance)
+        return instance in self.state.untold_of or (known is not None and known.announced > 0)
 
     def knows_engine(self, engine: str) -> bool:
         """Whether the engine is registered, expired or not."""

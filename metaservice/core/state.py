@@ -364,6 +364,8 @@ class State:
         """Instances that this shard tells routers of; derived."""
         self.untold: dict[Told, None] = {}
         """What is not there any more and routers still know, in the order in which it went."""
+        self.doomed: deque[int] = deque()
+        """Announced blocks that are to be withdrawn in the next steps: what they hung on was."""
         self.untold_of: dict[str, int] = {}
         """How much of it is of which instance; derived."""
         self.tombstones: deque[Told] = deque()

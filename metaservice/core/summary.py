@@ -42,6 +42,7 @@ def summary(state: State) -> bytes:
     # beside the rest, so that a state without pools adds up to what it did before there were any
     pools = sorted((id, *astuple(one.pool)) for id, one in state.storages.items() if one.pool is not None)
     told = [state.window, len(state.untold), len(state.tombstones), index.announced.count(1)]
+    told += [len(state.doomed)] if state.doomed else []
     extra = [*([pools] if pools else []), *([told] if state.window > WINDOW_FIRST else [])]
     return blake2b(encode((*numbers, *extra) if extra else numbers), digest_size=16).digest()
 

@@ -20,6 +20,9 @@ from .windows import Gone, Run, Window
 
 SLOT_BITS = 32
 SLOT_MASK = (1 << SLOT_BITS) - 1
+WITHDRAWN_AT_ONCE = 4_096
+"""What hangs on a block that goes may be all there is. No replica serves anybody while it is withdrawn, so it
+is in steps; a router that still holds it cannot find it without its parent."""
 TOLD_AGAIN = 2
 """How often a removal is told once more: a router that missed it once has most likely heard it then."""
 
@@ -67,6 +70,7 @@ def take(state: State, memory: Memory, event: Announced) -> None:
     assert event.number == state.window + 1, f"window {event.number} after {state.window}"
     state.window = event.number
     withdraw(state, memory, unpacked_slots(event.dropped))
+    _follow(state, memory)
     gone = list(islice(state.untold, event.removed))
     for told in gone:
         del state.untold[told]
@@ -156,36 +160,58 @@ def sift(index: BlockIndex, table: Table) -> None:
 
 
 def withdraw(state: State, memory: Memory, slots: Iterable[int]) -> None:
-    """Those of these blocks that are announced are not any more, nor is what hangs on them: routers hear of
-    it in the next window. Call before the slots lose their keys."""
-    index = state.index
-    announced = index.announced
-    wanting: list[int] = []
-    """What may be announced again once its parent is."""
-    for first in slots:
-        if not announced[first]:
-            continue
-        todo = [first]
-        while todo:
-            slot = todo.pop()
-            if not announced[slot]:
-                continue
-            announced[slot] = 0
-            table = index.tables[index.table[slot]]
-            _count(state, table, -1)
-            key = index.key[slot]
-            told = Told(table.instance, *state.storage_of[index.storage[slot]].place(), key)
-            if told not in state.untold:
-                state.untold[told] = None
-                _owe(state, table.instance, 1)
-            _unhang(state, table, slot)
-            below = table.below.pop(key, None)
-            if below is not None:
-                under = [below] if isinstance(below, int) else sorted(below)
-                todo += under
-                wanting += under
+    """Those of these blocks that are announced are not any more, and nor is what hangs on them, of which much
+    follows in the next steps: routers hear of it in the next windows. Call before the slots lose their
+    keys."""
+    left, wanting = WITHDRAWN_AT_ONCE, list[int]()
+    for slot in slots:
+        left = _withdraw(state, slot, left, wanting)
     if wanting:
         memory.telling.wanting(wanting)
+
+
+def _follow(state: State, memory: Memory) -> None:
+    """Withdraw some of what hung on blocks that were withdrawn."""
+    left, wanting = WITHDRAWN_AT_ONCE, list[int]()
+    doomed = state.doomed
+    while doomed and left > 0:
+        slot = doomed.popleft()
+        if state.index.announced[slot]:
+            left = _withdraw(state, slot, left, wanting)
+            wanting.append(slot)
+    if wanting:
+        memory.telling.wanting(wanting)
+
+
+def _withdraw(state: State, first: int, left: int, wanting: list[int]) -> int:
+    """Withdraw this block and what hangs on it, `left` blocks at most: the others are doomed. Returns how
+    many are left. `wanting` gets what may be announced again once its parent is."""
+    index = state.index
+    announced = index.announced
+    todo = [first]
+    while todo:
+        slot = todo.pop()
+        if not announced[slot]:
+            continue
+        if left <= 0 and slot != first:
+            state.doomed.append(slot)
+            continue
+        left -= 1
+        announced[slot] = 0
+        table = index.tables[index.table[slot]]
+        _count(state, table, -1)
+        key = index.key[slot]
+        told = Told(table.instance, *state.storage_of[index.storage[slot]].place(), key)
+        if told not in state.untold:
+            state.untold[told] = None
+            _owe(state, table.instance, 1)
+        _unhang(state, table, slot)
+        below = table.below.pop(key, None)
+        if below is not None:
+            under = [below] if isinstance(below, int) else sorted(below)
+            todo += under
+            wanting += under
+    return left
 
 
 def _unhang(state: State, table: Table, slot: int) -> None:
@@ -333,9 +359,9 @@ def published(state: State, memory: Memory, instance: Instance) -> None:
     """An instance is announced from now on, in another way, or no more."""
     _speaks(state, instance)
     if instance.publication is None and instance.announced:
-        index = state.index
-        withdraw(
-            state, memory, sorted(slot for slot in instance.primary.slots.values() if index.announced[slot])
-        )
+        announced = state.index.announced
+        slots = sorted(slot for slot in instance.primary.slots.values() if announced[slot])
+        withdraw(state, memory, slots[:WITHDRAWN_AT_ONCE])
+        state.doomed.extend(slots[WITHDRAWN_AT_ONCE:])
     memory.telling.look_again()
     memory.telling.shrink(instance)

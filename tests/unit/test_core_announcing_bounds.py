@@ -5,6 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from metaservice.core import capture
+from metaservice.core import told as told_steps
 from metaservice.core.commands import Announce, DeleteInstance, PutInstance, PutStorage, Tick
 from metaservice.core.events import Announced
 from metaservice.core.index import unpacked_slots
@@ -207,4 +208,44 @@ def test_what_was_told_under_one_hash_in_one_stream_is_taken_back_there(change: 
     told.done(put)
     told.tell()
     assert told.router.keys() == set(chain(3))
+    told.sound()
+
+
+def test_all_that_hangs_on_one_block_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(told_steps, "WITHDRAWN_AT_ONCE", 5)
+    told = Told()
+    told.write([key("root")])
+    for row in range(8):
+        told.write(chain(6, f"b{row}-"), parent=key("root"))
+    told.tell()
+    assert len(told.router.known) == 49
+    told.remove([key("root")])
+    assert len(told.machine.state.untold) == 5, "as many at once as one step may take"
+    told.capture()
+    windows = told.tell()
+    assert max(sum(len(rows(gone)) for gone in one.removed) for one in windows) <= 16
+    assert not told.router.known and not told.machine.state.doomed
+    assert all(len(event.stored) == 0 for event in told.events[-2:] if isinstance(event, Announced))
+    told.write([key("root")])
+    told.tell()
+    assert len(told.router.known) == 49, "all of it comes back with the block"
+    restored = told.restored()
+    assert restored is not None and restored.digest() == told.machine.digest()
+    told.sound()
+
+
+def test_an_instance_is_announced_no_more_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(told_steps, "WITHDRAWN_AT_ONCE", 5)
+    told = Told()
+    told.write(chain(40))
+    told.tell()
+    told.publish(None)
+    assert told.machine.state.announced == 35 and told.machine.untold("i")
+    told.remove(chain(40)[30:])
+    told.publish(PUBLICATION)
+    told.tell()
+    assert told.router.keys() == set(chain(30)) and not told.machine.state.doomed
+    told.publish(None)
+    told.tell()
+    assert not told.router.known and not told.machine.untold("i")
     told.sound()
