@@ -262,11 +262,12 @@ async def test_nobody_at_the_endpoint_is_a_problem(house: House, picker: Picker,
 async def test_a_port_that_something_else_had_for_a_moment_is_tried_again(
     house: House, attach: Attach
 ) -> None:
-    """What answers in no ZMTP ends the connection for good, as ZeroMQ sees it."""
+    """One that shakes hands in another way ends the connection for good, as ZeroMQ sees it."""
     port = free_ports(1)
 
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 4)
+        greeting = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00" + b"OTHER".ljust(20, b"\0") + bytes(32)
+        writer.write(greeting)
         await writer.drain()
         writer.close()
 
