@@ -67,14 +67,15 @@ class StreamFinder:
     def _urls(self) -> list[str]:
         """Those that an operator named, and those that they know."""
         told = [url.strip() for url in self._settings.url.split(",") if url.strip()]
-        first = next((self._client(url) for url in told), None)
-        known = [] if first is None else [member.url for member in first.cluster().members]
-        self._members = known or self._members
+        known = self._client(self._settings.url).cluster().members
+        self._members = [member.url for member in known] or self._members
         return list(dict.fromkeys([*self._members, *told]))[:REPLICAS_MAX]
 
     def _client(self, url: str) -> Client:
         if url not in self._clients:
-            self._clients[url] = Client(ClientConfig(url=url, timeout_ms=self._settings.timeout_ms))
+            patience_ms = self._settings.timeout_ms
+            config = ClientConfig(url=url, timeout_ms=patience_ms, admin_timeout_ms=patience_ms)
+            self._clients[url] = Client(config)
         return self._clients[url]
 
     def _asked(self, url: str, instance: str) -> EventsReply | None:

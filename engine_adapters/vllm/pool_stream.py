@@ -36,6 +36,9 @@ SILENCE_MS = 2_000
 """A replay of which nothing came for so long is given up."""
 AGAIN_MS = 1_000
 """Between a replay that came to nothing and the next."""
+DEAF_MS = 5_000
+"""A stream says something every second. One that says nothing for so long is connected to anew: libzmq does
+not come back to an address at which something else answered for a moment."""
 STALE_MS = 5_000
 """Numbers that were there before, for so long and none else: they begin anew, and the word of it was lost."""
 _LIVE_HWM = 10_000
@@ -82,6 +85,7 @@ class PoolStream:
         self._counts = counts
         self._clock = clock
         self._live: Any = None
+        self._connected_ms = 0
         self._dealer: Any = None
         self._replay: _Replay | None = None
         self._asked = 0
@@ -194,8 +198,12 @@ class PoolStream:
                 self._ask()
         else:
             self._read_live(self._cursor)
+            if now - max(self.heard_ms, self._connected_ms) > DEAF_MS:
+                self._live.close(linger=0)
+                self._connect()
 
     def _connect(self) -> None:
+        self._connected_ms = self._clock()
         self._live = self._open_socket(zmq.SUB)
         self._live.set_hwm(_LIVE_HWM)
         self._live.setsockopt(zmq.SUBSCRIBE, self.at.topic)

@@ -55,7 +55,9 @@ def tokens_of(block: int) -> list[int]:
 class Sender:
     """One stream. `drop`: numbers that are not sent, only replayed. `silent`: replays are not answered."""
 
-    def __init__(self, context: "zmq.Context[Any]", *, ring: int = 50, number: int = FIRST) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", *, ring: int = 50, number: int = FIRST, port: int = 0
+    ) -> None:
         self.ring = ring
         self.number = number
         self.batches: dict[int, bytes] = {}
@@ -71,12 +73,20 @@ class Sender:
         self._router = context.socket(zmq.ROUTER)
         self._router.set_hwm(100_000)
         self._live.set_hwm(100_000)
-        live = self._live.bind_to_random_port("tcp://127.0.0.1")
-        replay = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint, self.replay = f"tcp://127.0.0.1:{live}", f"tcp://127.0.0.1:{replay}"
+        wait(lambda: self._bound(f"tcp://127.0.0.1:{port or '*'}"))
+        self._router.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._live.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._over = Event()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def _bound(self, endpoint: str) -> bool:
+        try:
+            self._live.bind(endpoint)
+        except zmq.ZMQError:
+            return False
+        return True
 
     @property
     def at(self) -> StreamAt:

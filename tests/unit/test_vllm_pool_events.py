@@ -3,7 +3,9 @@ the engine ends with what the service announces, no block twice, none that is go
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from socket import SO_REUSEADDR, SOL_SOCKET, socket
 from typing import Any
 
 import msgspec
@@ -311,6 +313,48 @@ def test_row_09_another_replica_leads_and_goes_on(
     wait(beats)
     assert engine.counted("pool_event_resyncs") == 1, "what was missed was asked of the heir"
     heir.close()
+
+
+def taken(bind: Callable[[Any], object], address: Any) -> bool:
+    """Whether an address could be had: libzmq gives one back when it likes."""
+    try:
+        bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def test_an_address_where_something_else_answered_for_a_moment_is_tried_again(
+    sender: Sender, engine: Engine, context: "zmq.Context[Any]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_stream, "DEAF_MS", 300)
+    sender.say(stored(0, 2))
+    wait(lambda: engine.knows(sender))
+    sender.close()
+    port = int(sender.endpoint.rpartition(":")[2])
+    with socket() as other:
+        other.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        wait(lambda: taken(other.bind, ("127.0.0.1", port)))
+        other.listen()
+        caller, _ = other.accept()
+        caller.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"ODD".ljust(20, b"\0") + bytes(32))
+        caller.settimeout(1)
+        with suppress(OSError):
+            while caller.recv(1_024):
+                pass
+        caller.close()
+    again = Sender(context, number=sender.number, port=port)
+    again.batches, again.blocks = dict(sender.batches), dict(sender.blocks)
+    engine.streams = [StreamAt("s", TOPIC, (again.endpoint,), (again.replay,))]
+    again.say(stored(2, 1, parent=1))
+
+    def beats() -> bool:
+        again.say()
+        time.sleep(0.05)
+        return engine.knows(again)
+
+    wait(beats)
+    again.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
