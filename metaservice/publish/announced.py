@@ -26,6 +26,8 @@ class Announced:
         self._shards: dict[str, int] = {}
         self._places: dict[str, dict[tuple[str, str], _Place]] = {}
         self._tombstones: dict[int, int] = {}
+        self.forgotten = 0
+        """Blocks that went so long ago that nobody is told any more."""
 
     # ------------------------------------------------------------ what happens
 
@@ -85,7 +87,9 @@ class Announced:
         place.remove(_keys(gone.keys, gone.key_length))
         held = self._tombstones[shard] + len(place.gone) - before
         if held > TOMBSTONES_MAX:
-            held -= place.forget_gone(held - TOMBSTONES_MAX)
+            forgotten = place.forget_gone(held - TOMBSTONES_MAX)
+            self.forgotten += forgotten
+            held -= forgotten
         self._tombstones[shard] = held
 
     # ------------------------------------------------------------ how it stands

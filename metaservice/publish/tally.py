@@ -33,6 +33,7 @@ def tally(streams: Streams, emitter: Emitter, curve: CurveServer | None, now_s: 
         "ring_windows": sum(len(state.ring) for state in streams.shards.values()),
         "ring_bytes": streams.ring_bytes,
         "tombstones": streams.announced.tombstone_count,
+        "tombstones_forgotten_total": streams.announced.forgotten,
         "streams": len(channels),
         "streams_not_served": streams.beyond,
         "leading": sum(state.leads for state in streams.shards.values()),

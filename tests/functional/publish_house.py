@@ -3,7 +3,7 @@
 import asyncio
 import random
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -140,6 +140,8 @@ class Model:
         self.now_ms = 1_700_000_000_000
         self.blocks: dict[int, int | None] = {}
         self.fresh = 0
+        self._chains: deque[list[int]] = deque()
+        self._long: list[int] = []
 
     def window(
         self,
@@ -170,6 +172,20 @@ class Model:
             self.blocks[number] = above
             above = number
         return run_of(numbers, parent, instance=self.instance, node=self.node)
+
+    def churn(self) -> Window:
+        """A chain comes, one that came a while ago goes, and a long one is told again, so that it is much to
+        send."""
+        if not self._chains:
+            self._long = [*range(self.fresh, self.fresh + 64)]
+            self._chains.append([])
+            return self.window([self.grow(64)])
+        self._chains.append([*range(self.fresh, self.fresh + 16)])
+        stored = self.grow(16)
+        old = self._chains.popleft() if len(self._chains) > 40 else []
+        for number in old:
+            del self.blocks[number]
+        return self.window([stored], [gone_of(old)] if old else [], [run_of(self._long)])
 
     def prune(self, count: int) -> Gone:
         """Leaves that go."""
@@ -272,12 +288,16 @@ class House:
 
     async def joined(self, channel: int = 0, count: int = 1) -> None:
         """Once so many subscribe to a stream."""
-        async with asyncio.timeout(10):
-            while True:
-                streams = (await self.status())["streams"]
-                if any(one["channel"] == channel and one["subscribers"] == count for one in streams):
-                    return
-                await asyncio.sleep(0.01)
+        streams: list[Any] = []
+        try:
+            async with asyncio.timeout(15):
+                while True:
+                    streams = (await self.status())["streams"]
+                    if any(one["channel"] == channel and one["subscribers"] == count for one in streams):
+                        return
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"not {count} subscribers of {channel}: {streams}") from None
 
     def endpoint(self, channel: int = 0) -> str:
         return f"tcp://127.0.0.1:{self.config.port(channel)}"
@@ -325,6 +345,8 @@ class Subscriber:
         self.sub = context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.LINGER, 0)
         self.sub.setsockopt(zmq.RCVHWM, hwm)
+        if hwm < 100:  # the kernel is not to keep for it what it does not
+            self.sub.setsockopt(zmq.RCVBUF, 4_096)
         self.sub.setsockopt(zmq.SUBSCRIBE, b"")
         self.sub.setsockopt(zmq.RECONNECT_IVL, 20)
         self.sub.connect(house.endpoint(channel))

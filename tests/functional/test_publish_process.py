@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -241,8 +242,8 @@ async def test_it_is_nicer_than_its_replica(seed: int) -> None:
 
 async def test_a_port_that_is_taken_is_waited_for(context: zmq.asyncio.Context, seed: int) -> None:
     base = free_ports()
-    squatter = context.socket(zmq.PUB)
-    squatter.bind(f"tcp://127.0.0.1:{base}")
+    squatter = socket.socket()
+    squatter.bind(("127.0.0.1", base))
     async with open_house(base) as house:
         model = Model(seed)
         house.tell_standing(model)
