@@ -20,7 +20,7 @@ from .windows import Gone, Run, Window
 
 SLOT_BITS = 32
 SLOT_MASK = (1 << SLOT_BITS) - 1
-WITHDRAWN_AT_ONCE = 4_096
+WITHDRAWN_AT_ONCE = 1_024
 """What hangs on a block that goes may be all there is. No replica serves anybody while it is withdrawn, so it
 is in steps; a router that still holds it cannot find it without its parent."""
 TOLD_AGAIN = 2
