@@ -105,10 +105,7 @@ class Reports:
                 self._hear(member, reporter)
                 if ask.number == last and (ask.stored or ask.removed or ask.cleared):
                     return reporter.reply
-                stored, removed = (
-                    [ReportOutcome.taken.value] * len(items) for items in (ask.stored, ask.removed)
-                )
-                return _ENCODE(self._reply(stored, removed, "", last))
+                return _ENCODE(self._reply([], [], "", last))
             if ask.base is not None and ask.base != last:
                 self._tally["reports_refused"] += 1
                 return _ENCODE(self._reply([], [], "snapshot", last or 0))
