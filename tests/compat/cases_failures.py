@@ -20,6 +20,10 @@ FROZEN_ENGINES = 32
 FROZEN_S_MAX = 120.0
 EXPIRY_S = 20.0
 RESTART_S_MAX = 20.0
+RESTART_ENTRIES_PER_S = 50_000
+"""At least so many come back in a second, beside what it takes to begin."""
+STORED_PER_S = 2_000
+"""At least so many blocks are told in a second while they are stored."""
 LATE_S_MAX = 3.0
 SLOW_READ_S = 2.0
 CONNECT_S = 0.5
@@ -227,20 +231,20 @@ def row_24_indexer_restarted(stage: Stage) -> str:
         documents = write_some(fleet, max(1, stage.entries // blocks), blocks)
         for document in documents[:20]:
             fleet.compute(stage.chance.choice(fleet.engines), document, 10)
-        judge.settle(documents, 2 * SETTLE_S)
+        judge.settle(documents, SETTLE_S + stage.entries / STORED_PER_S)
         stage.site.attached.kill()
         stage.site.attached.start()
         began = monotonic()
         fleet.register_streams(stage.site.attached)
         documents += write_some(fleet, 3)
+        count = len(fleet.workers) * sum(len(document.keys) for document in documents)
         sleep(CONNECT_S)
         for engine in fleet.engines:
             engine.stream.publish([])  # of an engine that says nothing an indexer asks nothing
-        judge.settle(documents, RESTART_S_MAX)
+        judge.settle(documents, RESTART_S_MAX + count / RESTART_ENTRIES_PER_S)
         took_s = monotonic() - began
         judge.hold(documents, stage.chance, 1.0)
-        count = len(fleet.engines) * sum(len(document.keys) for document in documents)
-        return f"{count} entries of {len(fleet.engines)} workers are back {took_s:.2f} s after the start"
+        return f"{count} entries of {len(fleet.workers)} workers are back {took_s:.2f} s after the start"
 
 
 def row_8_late_join(stage: Stage) -> str:
