@@ -13,8 +13,8 @@ from msgspec import Struct
 from metaservice.core.windows import Gone, Run, Window
 
 TOMBSTONES_MAX = 65_536
-"""Blocks that are remembered as gone, of all instances of a shard together; the oldest of a place go first.
-As many as the leader remembers."""
+"""Blocks that are remembered as gone, of all instances of a shard together: as many as the leader remembers.
+Of the place that has most of them the oldest go first."""
 CHUNK_BLOCKS_MAX = 512
 _COMPACT_DEAD_MIN = 64
 
@@ -30,6 +30,14 @@ class Announced:
         """Blocks that went so long ago that nobody is told any more."""
 
     # ------------------------------------------------------------ what happens
+
+    def admit(self, shard: int, instance: str) -> None:
+        """An instance is announced, by this shard from now on. What goes of others is passed over."""
+        if self._shards.setdefault(instance, shard) != shard:
+            self.forget_instance(instance)
+            self._shards[instance] = shard
+        self._places.setdefault(instance, {})
+        self._tombstones.setdefault(shard, 0)
 
     def apply(self, window: Window) -> None:
         """One step of a shard."""
@@ -60,37 +68,40 @@ class Announced:
     def forget_instance(self, instance: str) -> None:
         """All of an instance."""
         shard = self._shards.pop(instance, None)
-        for place in self._places.pop(instance, {}).values():
-            self._tombstones[shard or 0] -= len(place.gone)
+        if shard is not None:
+            for place in self._places.pop(instance).values():
+                self._tombstones[shard] -= len(place.gone)
 
-    def _place(self, shard: int, of: Run | Gone) -> "_Place":
-        places = self._places.get(of.instance)
-        if places is None:
-            places = self._places[of.instance] = {}
-            self._shards[of.instance] = shard
-            self._tombstones.setdefault(shard, 0)
-        place = places.get((of.medium, of.node))
-        if place is None:
-            place = places[of.medium, of.node] = _Place()
-        return place
+    def _place(self, of: Run | Gone) -> "_Place":
+        return self._places[of.instance].setdefault((of.medium, of.node), _Place())
 
     def _add(self, shard: int, run: Run, number: int) -> None:
-        place = self._place(shard, run)
+        if run.instance not in self._shards:
+            self.admit(shard, run.instance)
+        if self._shards[run.instance] != shard:
+            return
+        place = self._place(run)
         before = len(place.gone)
         place.add(run, number)
-        self._tombstones[self._shards[run.instance]] += len(place.gone) - before
+        self._tombstones[shard] += len(place.gone) - before
 
     def _remove(self, shard: int, gone: Gone) -> None:
-        place = self._place(shard, gone)
-        shard = self._shards[gone.instance]
+        if self._shards.get(gone.instance) != shard:
+            return
+        place = self._place(gone)
         before = len(place.gone)
         place.remove(_keys(gone.keys, gone.key_length))
-        held = self._tombstones[shard] + len(place.gone) - before
-        if held > TOMBSTONES_MAX:
-            forgotten = place.forget_gone(held - TOMBSTONES_MAX)
+        self._tombstones[shard] += len(place.gone) - before
+        while (excess := self._tombstones[shard] - TOMBSTONES_MAX) > 0:
+            fullest = max(self._of(shard), key=lambda one: len(one.gone))
+            forgotten = fullest.forget_gone(excess)
+            self._tombstones[shard] -= forgotten
             self.forgotten += forgotten
-            held -= forgotten
-        self._tombstones[shard] = held
+
+    def _of(self, shard: int) -> "Iterator[_Place]":
+        for instance, of in self._shards.items():
+            if of == shard:
+                yield from self._places[instance].values()
 
     # ------------------------------------------------------------ how it stands
 

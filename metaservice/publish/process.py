@@ -137,14 +137,14 @@ class Process:
                 streams.instance(message)
                 self._pass(self._ingest.instance_up, message)
             case feed.InstanceDown():
-                streams.instance_down(message.instance)
-                self._pass(self._ingest.instance_down, message)
+                if streams.instance_down(message.shard, message.instance):
+                    self._pass(self._ingest.instance_down, message)
             case feed.EngineUp():
                 streams.engine(message)
                 self._pass(self._ingest.engine_up, message)
             case feed.EngineDown():
-                streams.engine_down(message.engine)
-                self._pass(self._ingest.engine_down, message)
+                if streams.engine_down(message.shard, message.engine):
+                    self._pass(self._ingest.engine_down, message)
             case feed.Ask():
                 self._asked(message)
             case feed.Stop():

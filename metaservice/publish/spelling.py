@@ -96,6 +96,12 @@ class Speller:
             self._payloads_bytes -= len(oldest) + _ENTRY_BYTES
 
 
+def blocks_told(window: Window) -> int:
+    """How many blocks the window says something of."""
+    told: list[Run | Gone] = [*window.removed, *window.again, *window.restated, *window.stored]
+    return sum(len(one.keys) // one.key_length for one in told if one.key_length)
+
+
 def _touched(window: Window) -> frozenset[tuple[str, str]]:
     """The places that the window says something of."""
     told: list[Run | Gone] = [*window.removed, *window.again, *window.restated, *window.stored]

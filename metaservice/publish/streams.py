@@ -20,7 +20,7 @@ from .ring import Ring, RingBudget
 from .segments import Segment, Segments
 from .settings import PublishConfig
 from .shard import ShardState
-from .spelling import Speller
+from .spelling import Speller, blocks_told
 from .view import Curve
 
 BURST_MAX = 64
@@ -128,21 +128,30 @@ class Streams:
         self.engines[up.engine] = up
         self._replanned = True
 
-    def engine_down(self, name: str) -> None:
-        """It is gone."""
-        self.engines.pop(name, None)
+    def engine_down(self, shard: int, name: str) -> bool:
+        """It is gone; False when it is of another shard by now."""
+        known = self.engines.get(name)
+        if known is None or known.shard != shard:
+            return False
+        del self.engines[name]
         self._replanned = True
+        return True
 
     def instance(self, up: InstanceUp) -> None:
         """An instance is announced from now on, or is announced otherwise."""
         self.instances[up.instance] = up
+        self.announced.admit(up.shard, up.instance)
         self._replanned = True
 
-    def instance_down(self, name: str) -> None:
-        """It is announced no more."""
-        self.instances.pop(name, None)
+    def instance_down(self, shard: int, name: str) -> bool:
+        """It is announced no more; False when it is of another shard by now."""
+        known = self.instances.get(name)
+        if known is None or known.shard != shard:
+            return False
+        del self.instances[name]
         self.announced.forget_instance(name)
         self._replanned = True
+        return True
 
     def leads(self, shard: int, leads: bool, epoch: int) -> None:
         """This replica leads the shard from now on, or not any more. What comes from now on is sent; what
@@ -210,7 +219,7 @@ class Streams:
             channel.send(window.number, payload, now_s)
             self.counts["batches"] += 1
         state.due = window.number + 1
-        self.counts["blocks"] += _blocks(window)
+        self.counts["blocks"] += blocks_told(window)
         self._on_sent(shard, window)
 
     def tick(self) -> None:
@@ -388,8 +397,3 @@ class Streams:
     def ring_bytes(self) -> int:
         """Of all shards' rings."""
         return self._budget.held_bytes
-
-
-def _blocks(window: Window) -> int:
-    told: list[Run | Gone] = [*window.removed, *window.again, *window.restated, *window.stored]
-    return sum(len(one.keys) // one.key_length for one in told if one.key_length)

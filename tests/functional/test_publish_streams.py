@@ -238,3 +238,17 @@ async def test_row_15_what_was_missed_comes_before_what_showed_it(
                 if numbers[-1] == END:
                     break
             assert numbers == [*range(model.number - 9, model.number + 1), END]
+
+
+async def test_an_engine_that_moved_to_another_shard_stays(seed: int) -> None:
+    """The shard that it left says so after the other one told of it."""
+    async with open_house() as house:
+        house.tell_standing(Model(seed))
+        house.tell_standing(
+            Model(seed, shard=1, instance="j"), instances=[instance_up("j", shard=1)], engines=[]
+        )
+        house.publisher.tell(engine_up("e", shard=1, instance="j", pool=2, local=3))
+        house.publisher.tell(feed.EngineDown(0, "e", "left"))
+        async with asyncio.timeout(5):
+            while [one["channel"] for one in (await house.status())["streams"]] != [2, 3]:
+                await asyncio.sleep(0.02)

@@ -132,6 +132,7 @@ def test_long_runs_and_runs_that_repeat_themselves() -> None:
 
 def test_tombstones_are_bounded_and_end_when_a_block_comes_back() -> None:
     announced = Announced()
+    announced.admit(0, "i")
     announced.tombstones(0, [gone(list(range(module.TOMBSTONES_MAX + 100)))])
     assert announced.tombstone_count == module.TOMBSTONES_MAX
     oldest = next(iter(announced.gone("i", ""))).keys[:KEY]
@@ -140,6 +141,39 @@ def test_tombstones_are_bounded_and_end_when_a_block_comes_back() -> None:
     assert announced.tombstone_count == module.TOMBSTONES_MAX - 100
     announced.forget_instance("i")
     assert announced.tombstone_count == 0
+
+
+def test_an_instance_that_is_announced_no_more_takes_no_room() -> None:
+    announced = Announced()
+    announced.admit(0, "i")
+    announced.tombstones(0, [gone([1, 2])])
+    elsewhere = [Gone("left", EXTERNAL, "", KEY, key(number)) for number in range(100)]
+    announced.tombstones(0, elsewhere)
+    announced.apply(Window(0, 1, 1, 1, [], [], [], elsewhere))
+    assert announced.tombstone_count == 2
+    assert set(announced.instances) == {"i"}
+
+
+def test_an_instance_that_moved_is_the_new_shards_alone() -> None:
+    announced = Announced()
+    announced.apply(window(1, [run([1, 2])], []))
+    announced.admit(5, "i")
+    announced.standing(5, [run([3])], 1)
+    announced.apply(window(2, [run([4], 2)], [gone([3])]))
+    assert list(held(announced)) == [key(3)]
+    announced.forget(0)
+    assert announced.blocks("i") == 1
+
+
+def test_one_place_does_not_push_out_what_others_remember() -> None:
+    announced = Announced()
+    announced.admit(0, "i")
+    announced.tombstones(0, [gone(list(range(module.TOMBSTONES_MAX)))])
+    announced.admit(0, "j")
+    announced.tombstones(0, [Gone("j", EXTERNAL, "", KEY, b"".join(map(key, range(50))))])
+    assert announced.tombstone_count == module.TOMBSTONES_MAX
+    assert sum(len(one.keys) for one in announced.gone("j", "")) == 50 * KEY
+    assert announced.forgotten == 50
 
 
 def test_find_says_where_each_block_is_up_to_the_first_that_is_nowhere() -> None:
