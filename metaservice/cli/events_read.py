@@ -1,5 +1,6 @@
 """Reading streams of cache events: where they are, what they say, and what was missed."""
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from metaservice.wire.schemas_events import EventsReply
 
 END = 2**64 - 1
 """The number of the message that ends a replay; on a stream it says that numbers begin anew."""
+SILENT_S = 4.0
+"""Heartbeats come each second."""
 CONNECT_MS = 3_000
 """A replay that does not begin for so long is not answered."""
 
@@ -125,14 +128,9 @@ class Streams:
         self._context.set(zmq.MAX_SOCKETS, 1_023 + 2 * len(places))
         self._poller = zmq.Poller()
         self._at: dict[zmq.Socket[bytes], int] = {}
-        for at, place in enumerate(places):
-            socket = self._socket(zmq.SUB)
-            socket.setsockopt(zmq.RCVHWM, 100_000)
-            socket.subscribe(b"")
-            for endpoint in place.endpoints:
-                _connect(socket, endpoint)
-            self._at[socket] = at
-            self._poller.register(socket, zmq.POLLIN)
+        self._heard_s: dict[zmq.Socket[bytes], float] = {}
+        for at in range(len(places)):
+            self._subscribe(at)
 
     def __enter__(self) -> "Streams":
         return self
@@ -148,9 +146,32 @@ class Streams:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
+                self._heard_s[socket] = time.monotonic()
                 message = _message(frames)
                 if message is not None:
                     yield self._at[socket], message
+        self._renew()
+
+    def _subscribe(self, at: int) -> None:
+        socket = self._socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.subscribe(b"")
+        for endpoint in self.places[at].endpoints:
+            _connect(socket, endpoint)
+        self._at[socket] = at
+        self._heard_s[socket] = time.monotonic()
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _renew(self) -> None:
+        """Subscribe anew where nothing came for long: a socket that connected just when the other end closed
+        may have lost its subscription, and never notices."""
+        late_s = time.monotonic() - SILENT_S
+        for socket in [socket for socket, heard_s in self._heard_s.items() if heard_s < late_s]:
+            at = self._at.pop(socket)
+            del self._heard_s[socket]
+            self._poller.unregister(socket)
+            socket.close()
+            self._subscribe(at)
 
     def replay(self, endpoint: str, start: int, timeout_ms: int = CONNECT_MS) -> Iterator[Message]:
         """The batches from `start` on, or a snapshot when that is too long ago, up to the end. Raises

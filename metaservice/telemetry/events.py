@@ -40,6 +40,7 @@ HELP = {
     "ring_windows": "Windows that can be replayed",
     "ring_bytes": "Bytes of the windows that can be replayed",
     "tombstones": "Removals that are remembered, to be told again",
+    "tombstones_forgotten_total": "Removals that were forgotten before they were told twice more",
     "streams": "Streams there are",
     "streams_not_served": "Streams whose numbers are beyond events_channels_max",
     "leading": "Shards whose streams are led here",

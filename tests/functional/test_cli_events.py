@@ -2,7 +2,9 @@
 
 import json
 import struct
+import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,18 @@ import msgspec
 import pytest
 import zmq
 
+from metaservice.cli.events_read import SILENT_S
 from metaservice.telemetry.events import HELP
-from tests.functional.cli_house import Ran, ucm_meta
-from tests.functional.events_service import MODEL, EventsService, Prompt, Refused, eventually, running
+from tests.functional.cli_house import ROOT, Ran, ucm_meta
+from tests.functional.events_service import (
+    MODEL,
+    EventsService,
+    Prompt,
+    Refused,
+    eventually,
+    free_ports,
+    running,
+)
 from tests.unit.indexer_house import FakeIndexer
 
 FIRST = 2**20
@@ -123,7 +134,7 @@ def test_row_11_the_service_attaches_dynamos_indexer_and_takes_away_who_is_gone(
     assert [(one["kind"], one["target"], one["ok"]) for one in attached] == [
         ("dynamo-indexer", indexer.url, True)
     ]
-    assert service.metric("ucm_meta_events_attachment_reached") == 1.0
+    eventually(lambda: service.metric("ucm_meta_events_attachment_reached") == 1.0, "the metric says so")
 
 
 def test_attach_registers_once_and_takes_away(service: EventsService) -> None:
@@ -186,6 +197,17 @@ def test_every_consumer_has_its_settings(service: EventsService, consumer: str) 
     assert ran.stdout.strip()
     if consumer in ("mooncake", "generic"):
         assert service.streams()[0]["endpoint"] in ran.stdout
+
+
+def test_the_subscriber_of_the_documentation_knows_all_that_is_announced(service: EventsService) -> None:
+    text = (ROOT / "docs" / "routers.md").read_text()
+    code = text[text.index("    import msgspec, zmq") : text.index("The whole of it:")]
+    view = service.streams()[0]
+    code = textwrap.dedent(code).replace("tcp://meta-1:20000", view["endpoint"])
+    code = code.replace("tcp://meta-1:20001", view["replay"]).replace("while True:", "for _ in range(4):")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert {one for _, one in names["blocks"]} >= {one for seed in range(3) for one in Prompt(seed, 5).hashes}
 
 
 def test_every_metric_of_events_is_described(service: EventsService) -> None:
@@ -350,3 +372,26 @@ def test_a_replay_that_never_ends_is_unreadable() -> None:
     context.destroy(linger=0)
     assert ran.returncode == 2
     assert "does not end" in ran.stderr
+
+
+def test_a_stream_that_comes_late_is_read_all_the_same() -> None:
+    """Nobody was there when it was subscribed to."""
+    port = free_ports(1)
+    context = zmq.Context()
+
+    def publish() -> None:
+        socket = context.socket(zmq.PUB)
+        socket.bind(f"tcp://127.0.0.1:{port}")
+        for number in range(40):
+            frames = [b"kv@pool@m", struct.pack(">Q", number), msgspec.msgpack.encode([1.0, [stored(1)], 0])]
+            socket.send_multipart(frames)
+            time.sleep(0.1)
+
+    late = threading.Timer(SILENT_S + 0.5, publish)
+    late.start()
+    ran = ucm_meta(
+        "events", "tail", "--endpoint", f"tcp://127.0.0.1:{port}", "--count", "2", "--seconds", "9"
+    )
+    late.join()
+    context.destroy(linger=0)
+    assert [row["type"] for row in rows(ran)] == ["BlockStored"] * 2

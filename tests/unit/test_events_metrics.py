@@ -1,9 +1,12 @@
 """Metrics of cache events: what the publisher said, as Prometheus reads it, and never more than a bound."""
 
 import re
+from pathlib import Path
 
-from metaservice.telemetry.events import parsed
+from metaservice.telemetry.events import HELP, parsed
 from metaservice.telemetry.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def exposed(stats: dict[str, float]) -> str:
@@ -42,6 +45,17 @@ def test_streams_beyond_a_bound_are_summed_up() -> None:
     rows = re.findall(r'^ucm_meta_events_subscribers\{stream="(\w+)"\} (\S+)$', text, re.MULTILINE)
     assert len(rows) == 201
     assert ("_other", str(float(sum(range(100))))) in rows
+
+
+def test_row_23_every_alarm_of_the_documentation_is_on_a_metric_that_there_is() -> None:
+    """Among them the one that no request ever shows: an engine said where it publishes, and nothing comes."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text[text.index("all of these begin with") : text.index("Two alarms are worth more")]
+    names = {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in row.split("`")[1::2]
+    }
+    assert names <= HELP.keys()
+    assert "ingest_silent" in names
 
 
 def test_nothing_is_said_when_events_are_off() -> None:
