@@ -29,7 +29,4 @@ def make(text: str, view: "View") -> Attachment:
         "llm-d": LlmD,
         "merge": Merge,
     }
-    try:
-        return kinds[row.kind](row, view)
-    except ValueError as error:
-        raise AttachmentError(f"{row.kind}: {error}") from None
+    return kinds[row.kind](row, view)

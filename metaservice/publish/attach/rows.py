@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from metaservice.publish import emitters
+
 RANK_MAX = 2**31 - 1
-DIALECTS = ("vllm", "array", "mooncake")
 
 
 class AttachmentError(ValueError):
@@ -131,13 +132,20 @@ def _fault(form: str, value: str) -> str:
         case "name":
             return ""
         case "emitter":
-            dialect = value.partition(":")[0]
-            return "" if dialect in DIALECTS else f"one of {', '.join(DIALECTS)}"
+            return _no_emitter(value)
         case "switch":
             return "" if value in ("true", "false") else "true or false"
         case least:
             fine = value.isascii() and value.isdigit() and int(least) <= int(value) <= RANK_MAX
             return "" if fine else f"an integer of {least} or more"
+
+
+def _no_emitter(value: str) -> str:
+    try:
+        emitters.make(value.replace(";", ","))
+    except ValueError as error:
+        return f"a dialect ({error})"
+    return ""
 
 
 def _is_url(text: str, schemes: tuple[str, ...]) -> bool:
