@@ -107,8 +107,12 @@ class Verifier:
         place = self._streams.places[at]
         for endpoint in place.replays:
             fresh = State(f"{place.name} replayed by {endpoint}", self._judge, shared=not place.node)
-            for message in self._replayed(endpoint, 0):
-                fresh.take(message)
+            try:
+                for message in self._replayed(endpoint, 0):
+                    fresh.take(message)
+            except EventsUnreadable as error:
+                self._judge.problem("unanswered", str(error))
+                continue
             self._level(at, fresh)
             live = self._states[at]
             if fresh.number != live.number:
