@@ -15,6 +15,8 @@ from .state import WINDOW_FIRST, State, Told
 
 _ENCODER = msgspec.msgpack.Encoder(order="sorted")
 _TAG = "told"
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Of token ids in a chunk, about."""
 
 
 class _Told(msgspec.Struct, array_like=True, tag=_TAG):
@@ -22,7 +24,6 @@ class _Told(msgspec.Struct, array_like=True, tag=_TAG):
     `window`: the last one's number."""
 
     window: int
-    untold: list[Told]
     tombstones: list[Told]
     instances: list[tuple[str, Publication]]
     storages: list[tuple[str, str]]
@@ -32,7 +33,13 @@ class _Told(msgspec.Struct, array_like=True, tag=_TAG):
     doomed: bytes = b""
 
 
-class _Tokens(msgspec.Struct, array_like=True):
+class _Untold(msgspec.Struct, array_like=True, tag="untold"):
+    """Some of what went and is not told yet, in its order."""
+
+    gone: list[Told]
+
+
+class _Tokens(msgspec.Struct, array_like=True, tag="tokens"):
     """Columns of a run of slots. `label`: u32, 1 + the row in `_Told.labels`, 0 for none."""
 
     first: int
@@ -58,14 +65,29 @@ def capture(state: State, slots_per_chunk: int) -> Iterator[bytes]:
     number_of = {label: row + 1 for row, label in enumerate(labels)}
     yield _ENCODER.encode(
         _Told(
-            state.window, list(state.untold), list(state.tombstones), instances, storages, engines,
+            state.window, list(state.tombstones), instances, storages, engines,
             bytes(index.announced), labels, packed_slots(state.doomed),
         )
     )  # fmt: skip
-    for first in range(0, len(index), slots_per_chunk):
-        end = min(first + slots_per_chunk, len(index))
+    gone = list(state.untold)
+    for first in range(0, len(gone), slots_per_chunk):
+        yield _ENCODER.encode(_Untold(gone[first : first + slots_per_chunk]))
+    for first, end in _spans(index.tokens, slots_per_chunk):
         numbers = array("I", [number_of[one] if one is not None else 0 for one in index.label[first:end]])
         yield _ENCODER.encode(_Tokens(first, index.tokens[first:end], numbers.tobytes()))
+
+
+def _spans(tokens: list[bytes], slots_max: int) -> Iterator[tuple[int, int]]:
+    """All slots in runs (first, end) of at most so many, and of at most so many bytes: a chunk of a snapshot
+    has a limit, and how long a block is has none."""
+    first = size = 0
+    for slot, packed in enumerate(tokens):
+        size += len(packed)
+        if slot + 1 - first >= slots_max or size >= CHUNK_BYTES:
+            yield first, slot + 1
+            first, size = slot + 1, 0
+    if first < len(tokens):
+        yield first, len(tokens)
 
 
 def begins(chunk: bytes) -> bool:
@@ -87,7 +109,6 @@ def restore(state: State, chunks: list[bytes]) -> None:
         return
     head = msgspec.msgpack.decode(chunks[0], type=_Told)
     state.window = head.window
-    state.untold = dict.fromkeys(head.untold)
     state.tombstones = deque(head.tombstones)
     state.doomed = deque(unpacked_slots(head.doomed))
     for id, publication in head.instances:
@@ -100,7 +121,10 @@ def restore(state: State, chunks: list[bytes]) -> None:
     index.announced = bytearray(head.announced)
     labels: list[Label | None] = [None, *head.labels]
     for chunk in chunks[1:]:
-        part = msgspec.msgpack.decode(chunk, type=_Tokens)
+        part = msgspec.msgpack.decode(chunk, type=_Untold | _Tokens)
+        if isinstance(part, _Untold):
+            state.untold |= dict.fromkeys(part.gone)
+            continue
         assert part.first == len(index.tokens), "chunks out of order"
         index.tokens += part.tokens
         index.label += map(labels.__getitem__, array("I", part.label))

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 COMMANDS_PER_BATCH_MAX = 1_024
 KEYS_PER_BATCH_MAX = 65_536
+TOKEN_BYTES_PER_BATCH_MAX = 16 * 1024 * 1024
+"""Of what routers are to know blocks by: a few hundred keys of large blocks are megabytes."""
 QUEUE_MAX = 8_192
 TICK_MS = 100
 TICK_LATE_MS_MAX = 1_000
@@ -216,14 +218,21 @@ class Sequencer:
 
     def _gather(self) -> list[Waiting]:
         batch: list[Waiting] = []
-        keys = 0
+        keys = token_bytes = 0
         queue = self._queue
-        while queue and len(batch) < COMMANDS_PER_BATCH_MAX and keys < KEYS_PER_BATCH_MAX:
+        while (
+            queue
+            and len(batch) < COMMANDS_PER_BATCH_MAX
+            and keys < KEYS_PER_BATCH_MAX
+            and token_bytes < TOKEN_BYTES_PER_BATCH_MAX
+        ):
             command, future = queue.popleft()
             if future.cancelled():
                 continue  # its caller is gone before anything was decided
             batch.append((command, future))
             keys += len(getattr(command, "keys", ())) + len(getattr(command, "locations", None) or ())
+            if type(command) is cmd.StartWrite and command.tokens:
+                token_bytes += sum(map(len, command.tokens))
         return batch
 
     async def _run_batch(self, batch: list[Waiting], ticking: bool) -> None:

@@ -4,7 +4,7 @@ nothing that stays for ever."""
 import pytest
 from msgspec.structs import replace
 
-from metaservice.core import capture
+from metaservice.core import capture, capture_told
 from metaservice.core import told as told_steps
 from metaservice.core.commands import Announce, DeleteInstance, PutInstance, PutStorage, Tick
 from metaservice.core.events import Announced
@@ -13,7 +13,7 @@ from metaservice.core.machine import Machine
 from metaservice.core.state import Told as Removed
 from metaservice.core.told import gone_rows
 from tests.sim.fleet import FINGERPRINT, chain, key
-from tests.unit.core_told import PUBLICATION, TOLD, Told, rows
+from tests.unit.core_told import PUBLICATION, TOKENS, TOLD, Told, rows
 
 
 def announce(told: Told) -> Announced:
@@ -248,4 +248,18 @@ def test_an_instance_is_announced_no_more_step_by_step(monkeypatch: pytest.Monke
     told.publish(None)
     told.tell()
     assert not told.router.known and not told.machine.untold("i")
+    told.sound()
+
+
+def test_a_snapshot_of_large_blocks_has_no_large_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_told, "CHUNK_BYTES", 4 * len(TOKENS))
+    told = Told()
+    told.write(chain(30))
+    told.tell()
+    told.remove(chain(30)[20:])
+    chunks = list(capture_told.capture(told.machine.state, 7))
+    assert len(chunks) == 1 + 2 + 8 and max(map(len, chunks[3:])) < 7 * len(TOKENS)
+    told.capture()
+    restored = told.restored()
+    assert restored is not None and list(restored.state.untold) == list(told.machine.state.untold)
     told.sound()
