@@ -37,7 +37,8 @@ ITEMS_IN_BATCH = 8
 """Pieces of a snapshot, of 64 blocks each, in one batch."""
 WAITING_MAX = 2_000
 """Windows that may wait while a snapshot is told; beyond them all is told anew."""
-RING_BYTES_MAX = 64 * 1024 * 1024
+RING_BYTES_MAX = 16 * 1024 * 1024
+"""Of one engine: there may be many."""
 PIECES_MAX = 4_096
 
 Told = tuple[int, Sequence[Raw]]
