@@ -65,7 +65,8 @@ class DeleteGroup(Command, kw_only=True, frozen=True):
 
 class PutInstance(Command, kw_only=True, frozen=True):
     """`shard`: where its blocks are to live; None: the catalogue chooses. It stays there for good.
-    `publication`: how its blocks are announced to routers, None: not at all; may change."""
+    `publication`: how its blocks are announced to routers, None: not at all; may change, `hash_of` and `base`
+    only by way of None."""
 
     instance: str
     group: str
