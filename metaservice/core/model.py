@@ -196,7 +196,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     parts_max: int = 64
     groups_max: int = 16
     evict_batch_max: int = 4_096
-    window_blocks_max: int = 512
+    window_blocks_max: int = 256
     """Blocks stored, and as many restated, in one step of what routers are told."""
     window_removed_max: int = 4_096
     beat_ms: int = 900

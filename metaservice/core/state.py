@@ -6,6 +6,7 @@ without making a replica differ.
 
 from array import array
 from collections import OrderedDict, deque
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -98,6 +99,7 @@ class Pool(Struct, frozen=True, array_like=True):
     session_first: int
 
 
+@lru_cache(maxsize=65_536)
 def place_of(kind: str, reach: str, fault_domain: str) -> tuple[str, str]:
     """What routers know a storage as, and whose engines reach it ("" for all). What no engine can be known
     to reach, because it is one node's and does not say which, has no medium either."""

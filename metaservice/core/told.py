@@ -90,11 +90,12 @@ def take(state: State, memory: Memory, event: Announced) -> None:
 
 
 def _store(state: State, memory: Memory, slots: Iterable[int]) -> list[int]:
-    """Mark those as announced that may be."""
+    """Mark those as announced that hang on something. The leader saw that they may stand; only what they hang
+    on may have gone since, in this very step."""
     index = state.index
     stored = []
     for slot in slots:
-        if index.announced[slot] or not may_stand(state, slot) or not hangs(state, slot):
+        if index.announced[slot] or not hangs(state, slot):
             continue
         index.announced[slot] = 1
         stored.append(slot)
