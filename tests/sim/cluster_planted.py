@@ -20,7 +20,7 @@ from metaservice.journal.port import Batch
 from metaservice.replica.feed import CatalogueLog
 from metaservice.replica.tail import Tail
 
-from . import cluster_seat, planted
+from . import cluster_seat, planted, planted_events
 from .cluster_replica import Replica
 from .cluster_seat import Seat
 from .cluster_store import Read, Rows, Store
@@ -212,5 +212,9 @@ PLANTED: dict[str, Planted] = {
         planted.predecessor_forgotten,
         planted.generation_not_checked,
         planted.locations_survive_their_pool,
+        planted_events.removal_forgotten,
+        planted_events.followers_know_no_tombstones,
+        planted_events.window_number_skipped,
+        planted_events.restated_as_stored,
     )
 }

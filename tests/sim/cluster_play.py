@@ -13,6 +13,9 @@ from .rows import Violation
 QUIET_MS = 3 * LIMITS.write_ttl_ms_max + LIMITS.late_write_ms + 2 * LIMITS.lease_ms_max + 2_000
 """In which all ends that was begun, also when shards move meanwhile and everybody's time is counted anew."""
 
+TELL_MS = 2_500
+"""In which routers are told of everything."""
+
 
 def play(seed: int, acts: list[Act], prepare: Callable[[World], None] | None = None) -> World:
     """Play these acts in the world of a seed. Raises Violation, or whatever the parts under test break
@@ -123,9 +126,13 @@ def behind(world: World) -> bool:
 
 def compare(world: World) -> None:
     """All replicas come to the end of every journal, and are equal."""
+    world.heap.run(world.heap.now_ms + TELL_MS)
+    world.silent = True
     for _ in range(20):
         if behind(world):
             world.heap.run(world.heap.now_ms + 53)
+    copies = world.witness.copies.values()
+    told = [world.windows.folded(shard, copies) for shard in range(world.shards)]
     for name, replica in world.replicas.items():
         for seat in replica.seats:
             machine, head_seq = seat.machine, world.witness.histories[seat.shard].seq
@@ -133,3 +140,4 @@ def compare(world: World) -> None:
                 raise Violation(f"I8: {name} stands at {seat.applied_seq} of {head_seq} of {seat.shard}")
             world.witness.compare(seat.shard, machine.seq, machine.digest(), name)
             world.compare_blocks(seat.shard, machine, name)
+            world.windows.compare(seat.shard, machine, told[seat.shard], name)

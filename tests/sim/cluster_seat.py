@@ -334,6 +334,8 @@ class Seat:
         if now_ms - self._tick_ms >= TICK_MS and pipeline.led and not self._queue:
             self._tick_ms = now_ms
             pipeline.decide(cmd.Tick(), self.time.now_ms())
+        if pipeline.led and not self.world.silent and pipeline.machine.announces(self.time.now_ms()):
+            pipeline.decide(cmd.Announce(), self.time.now_ms())
         sealed = pipeline.seal()
         if sealed is None:
             self._release()

@@ -3,7 +3,8 @@
 from random import Random
 
 from metaservice.core.commands import Command, PutGroup, PutInstance, PutStorage, PutTenant
-from metaservice.core.model import EvictionPolicy, Fingerprint, Limits, Part, Quota
+from metaservice.core.model import EvictionPolicy, Fingerprint, Limits, Part, Publication, Quota
+from metaservice.wire.tokens import pack_tokens
 
 from .setting import TREE, Deployment
 
@@ -18,6 +19,7 @@ STALENESS_MS_MAX = 400
 POLL_MS = 160
 TICK_MS = 100
 VOLATILE_PART = 0.35
+PUBLISHED_PART = 0.6
 HISTORY_MS = 5_000
 """How long clients act and faults happen."""
 
@@ -38,6 +40,10 @@ LIMITS = Limits(
     forget_ms=60_000,
     hot_summary_ms=1_000,
     errand_ms=300,
+    window_blocks_max=8,
+    window_removed_max=8,
+    beat_ms=400,
+    restate_ms=2_000,
 )
 """Scaled down, within the timing laws."""
 
@@ -52,6 +58,16 @@ def chain(deployment: Deployment, rng: Random) -> list[bytes]:
     return [family + key[:-1] for key in deployment.chain(rng.choice(NAMES))]
 
 
+def published(seed: int) -> bool:
+    """Whether routers are told of the blocks of a seed's cluster: in most they are."""
+    return Random(f"routers {seed}").random() < PUBLISHED_PART
+
+
+def tokens_of(keys: list[bytes]) -> list[bytes]:
+    """Packed token ids of these blocks: of a key always the same."""
+    return [pack_tokens([key[0] * 256 + key[1] + at for at in range(16)]) for key in keys]
+
+
 def volatile_of(seed: int) -> str:
     """Which storage of a seed's cluster is volatile, '' for none: a third of them have one."""
     rng = Random(f"volatile {seed}")  # apart, so that the other histories are what they were
@@ -61,10 +77,11 @@ def volatile_of(seed: int) -> str:
 class Setting:
     """What a seed decides before anything happens."""
 
-    def __init__(self, rng: Random, shards: int, volatile: str = "") -> None:
-        """`volatile`: which of the storages is one, '' for none."""
+    def __init__(self, rng: Random, shards: int, volatile: str = "", published: bool = False) -> None:
+        """`volatile`: which of the storages is one, '' for none. `published`: routers are told of blocks."""
         self.shards = shards
         self.volatile = volatile
+        self.published = published
         self.limits = LIMITS
         low, high = (10, 30) if rng.random() < 0.6 else (24, 90)
         self.tenants = [PutTenant(tenant="t0", quota=self.quota(rng, low, high))]
@@ -74,6 +91,7 @@ class Setting:
                 kind="shm" if name == volatile else "posix",
                 options={"root": f"/{name}"},
                 capacity_bytes=rng.randint(20 * low, 20 * high) if rng.random() < 0.5 else None,
+                fault_domain="n1",
             )
             for name in ("s0", "s1")
         ]
@@ -113,6 +131,11 @@ class Setting:
         parts = tuple(Part(f"tp{rank}", 10) for rank in range(rng.choice((1, 2))))
         fingerprint = Fingerprint("m", "1", "bf16", 16, 16, "sha256", "0", parts)
         command = PutInstance(
-            instance=name, group=group, fingerprint=fingerprint, quota=self.quota(rng, 8, 20), shard=shard
+            instance=name,
+            group=group,
+            fingerprint=fingerprint,
+            quota=self.quota(rng, 8, 20),
+            shard=shard,
+            publication=Publication(name, entries_max=6 if shard else 1_000) if self.published else None,
         )
         return Deployment(command, ("full",))

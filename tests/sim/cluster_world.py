@@ -18,9 +18,10 @@ from .cluster_net import Net
 from .cluster_operator import Operator
 from .cluster_replica import Replica, judges
 from .cluster_seat import Answered, Seat
-from .cluster_setting import Setting, volatile_of
+from .cluster_setting import Setting, published, volatile_of
 from .cluster_store import Store
 from .cluster_time import DRIFT_PERMILLE, Clock, Heap
+from .cluster_windows import Windows
 from .cluster_witness import DELETING, GONE, SERVING, WRITING, Place, Witness
 from .cluster_worker import Worker
 from .rows import Violation
@@ -44,7 +45,7 @@ class World:
     def __init__(self, seed: int) -> None:
         rng = self.rng = Random(seed)
         self.shards = rng.choice((1, 1, 1, 2, 3))
-        self.setting = Setting(rng, self.shards, volatile_of(seed))
+        self.setting = Setting(rng, self.shards, volatile_of(seed), published(seed))
         self.eager = rng.random() < 0.3
         """Commands are decided while a batch is on its way, not only when it is through."""
         self.page = rng.choice((2, 64, 64))
@@ -57,6 +58,9 @@ class World:
         self.heap = Heap()
         self.net = Net(self.heap, Random(rng.getrandbits(64)))
         self.witness = Witness(self.shards)
+        self.windows = Windows(self.shards, self.setting.limits.window_removed_max)
+        self.silent = False
+        """Routers are told nothing any more."""
         self.store = Store(self.heap, self.shards, self._told)
         self.elector = Elector(self.heap, self.shards, self._clock(rng))
         self.bytes = Bytes(self.heap)
@@ -111,11 +115,15 @@ class World:
 
     def fresh(self, shard: int) -> Machine:
         """A machine with nothing in it."""
-        return Machine(shard, self.setting.limits, self.shards)
+        machine = Machine(shard, self.setting.limits, self.shards)
+        machine.collect_windows()
+        return machine
 
     def restore(self, chunks: Iterable[bytes], shard: int) -> Machine:
         """A machine from a snapshot."""
-        return Machine.restore(chunks, shard, self.setting.limits, self.shards)
+        machine = Machine.restore(chunks, shard, self.setting.limits, self.shards)
+        machine.collect_windows()
+        return machine
 
     def started(self, replica: Replica) -> None:
         """A replica's new life."""
@@ -211,6 +219,7 @@ class World:
 
     def inspect(self, shard: int, machine: Machine, who: str) -> None:
         """A machine took a batch: now and then look at all of it."""
+        self.windows.heard(shard, machine.take_windows(), machine.seq, who)
         self._inspected += 1
         if machine.seq % DIGEST_EVERY == 0:
             self.witness.compare(shard, machine.seq, machine.digest(), who)
@@ -221,6 +230,8 @@ class World:
         """A leader's batch is durable."""
         pipeline = seat.pipeline
         assert pipeline is not None
+        windows = pipeline.machine.take_windows()
+        self.windows.heard(seat.shard, windows, pipeline.durable_seq, seat.replica.name)
         if pipeline.clean:
             self.inspect(seat.shard, pipeline.machine, seat.replica.name)
 

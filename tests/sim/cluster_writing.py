@@ -11,7 +11,7 @@ from metaservice.core.replies import Finished, Renewed, Started
 
 from .cluster_bytes import Content, Owner
 from .cluster_seat import Answered
-from .cluster_setting import LIMITS, chain
+from .cluster_setting import LIMITS, chain, tokens_of
 from .cluster_witness import Place
 
 if TYPE_CHECKING:
@@ -36,11 +36,13 @@ class Writing:
         self.owner: Owner = ("", 0, 0)
         self.keys: dict[Place, bytes] = {}
         self.until_ms = 0
+        keys = chain(self.deployment, rng)
         self.command = cmd.StartWrite(
             instance=self.deployment.name,
             engine=engine.name,
             incarnation=self.incarnation,
-            keys=chain(self.deployment, rng),
+            keys=keys,
+            tokens=tokens_of(keys) if self.world.setting.published else None,
             ttl_ms=rng.choice((0, 0, LIMITS.write_ttl_ms_min, 3_500)),
             request_id=engine.fresh_name("q"),
         )

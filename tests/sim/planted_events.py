@@ -210,6 +210,18 @@ def windows_lean_on_leader_memory() -> Iterator[None]:
 
 
 @contextmanager
+def followers_know_no_tombstones() -> Iterator[None]:
+    """What is told again as removed is known to the leader only."""
+    known = told.take
+
+    def take(state: Any, memory: Any, event: ev.Announced) -> None:
+        known(state, memory, event if memory.telling.leading else replace(event, again=0))
+
+    with patch.dict(apply._APPLY, {ev.Announced: take}):
+        yield
+
+
+@contextmanager
 def takeover_looks_at_nothing() -> Iterator[None]:
     """A new leader announces only what comes after it took over."""
     known = Telling.lead
@@ -288,6 +300,7 @@ PLANTED: dict[str, Planted] = {
         beats_forgotten,
         walk_forgets_branches,
         windows_lean_on_leader_memory,
+        followers_know_no_tombstones,
         takeover_looks_at_nothing,
         moved_storage_keeps_its_name,
         short_spans_taken,
