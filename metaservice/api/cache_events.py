@@ -46,7 +46,7 @@ class CacheEventHandlers:
             allowed_ms = self._settings.staleness_ms_max if bound_ms is None else bound_ms
             staleness_ms = young_enough(shard, allowed_ms, self._settings)
         keys = ask.keys or told.keys
-        blocks = self._readable(shard, instance, keys) if keys else -1
+        blocks = self._readable(shard, told.instance, keys) if keys else -1
         _, seq, call.lines = self._routing.position(call)
         if staleness_ms:
             call.lines += b"%b: %d\r\n" % (STALENESS, staleness_ms)

@@ -118,9 +118,7 @@ class Router:
             ask = _ASK.decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise PublisherUnavailable("invalid_field", f"this is no question: {error}") from None
-        instance = self._instances.get(ask.instance)
-        if instance is None:
-            raise PublisherUnavailable("instance_unknown", f"instance {ask.instance!r} is not announced")
+        instance = self._meant(ask)
         prompt = Prompt(ask, instance)
         made: list[bytes] = []
         if not ask.keys:
@@ -129,10 +127,10 @@ class Router:
             else:
                 made = prompt.computed_keys()
             prompt.set_keys(made)
-        placed = self._announced.find(ask.instance, prompt.keys)
+        placed = self._announced.find(instance.instance, prompt.keys)
         engines: list[EngineRoute] = []
         done = 0
-        for member in self._known.of(ask.instance):
+        for member in self._engines_of(instance):
             found, looked = self._engine(member, prompt, placed, instance.block_size_tokens)
             if found is not None:
                 engines.append(found)
@@ -144,7 +142,29 @@ class Router:
         if ask.top_k:
             del engines[ask.top_k :]
         pool = _prefix(placed, EXTERNAL)
-        return _ENCODE(RouteAnswer(prompt.blocks, instance.block_size_tokens, pool, engines, made))
+        return _ENCODE(
+            RouteAnswer(prompt.blocks, instance.block_size_tokens, pool, engines, made, instance.instance)
+        )
+
+    def _engines_of(self, instance: InstanceUp) -> Collection[Member]:
+        """Those that use its blocks. An adapter's are used by the engines of the base model."""
+        own = self._known.of(instance.instance)
+        if instance.base in ("", instance.instance):
+            return own
+        return [*own, *self._known.of(instance.base)]
+
+    def _meant(self, ask: RouteAsk) -> InstanceUp:
+        """The instance that has these blocks: that of the adapter, where the base model's is asked for one.
+        Raises PublisherUnavailable."""
+        instance = self._instances.get(ask.instance)
+        if instance is None:
+            raise PublisherUnavailable("instance_unknown", f"instance {ask.instance!r} is not announced")
+        if ask.lora in ("", instance.lora):
+            return instance
+        adapters = (
+            one for one in self._instances.values() if (one.base, one.lora) == (ask.instance, ask.lora)
+        )
+        return next(adapters, instance)
 
     def _engine(
         self,

@@ -133,13 +133,15 @@ class RouteAsk(Struct, array_like=True):
 
 class RouteAnswer(Struct, array_like=True):
     """What the publisher knows. `keys`: those of the token ids, where the instance's hash scheme can be
-    computed (else empty)."""
+    computed (else empty). `instance`: the one that has such blocks; the adapter's, where the base model's was
+    asked for an adapter."""
 
     asked: int
     block_size_tokens: int
     announced: int
     engines: list[EngineRoute]
     keys: list[bytes]
+    instance: str
 
 
 # ---------------------------------------------------------------- reports of engines

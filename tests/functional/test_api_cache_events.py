@@ -35,9 +35,11 @@ ENGINE = EngineRoute(
 )  # fmt: skip
 
 
-def answer(asked: int, announced: int = 0, found: list[bytes] | None = None) -> RouteAnswer:
+def answer(
+    asked: int, announced: int = 0, found: list[bytes] | None = None, instance: str = "m1"
+) -> RouteAnswer:
     """What the publisher says of a prompt of `asked` blocks."""
-    return RouteAnswer(asked, 16, announced, [ENGINE], found or [])
+    return RouteAnswer(asked, 16, announced, [ENGINE], found or [], instance)
 
 
 async def publish(house: House) -> None:
@@ -70,6 +72,22 @@ async def test_keys_are_passed_on_and_the_pool_is_looked_up_here(speech: Speech)
         assert (told["asked"], told["block_size_tokens"]) == (5, 16)
         assert reply.headers["x-ucm-seq"] == f"0/{house.shard.epoch}/{seq}"
         assert "x-ucm-staleness-ms" not in reply.headers
+
+
+async def test_an_adapters_pool_is_looked_up_where_the_publisher_says() -> None:
+    publisher = ToldPublisher(route=answer(2, instance="m1.sql"))
+    async with open_house(events=publisher) as house:
+        await publish(house)
+        await house.fill(2)
+        own = FINGERPRINT | {"extra": {"lora": "sql"}}
+        body = {
+            "group": "chat",
+            "fingerprint": own,
+            "publication": {"model": "tiny", "lora": "sql", "base": "m1"},
+        }
+        await house.put("/v1/instances/m1.sql", body)
+        told = await house.ask("POST", ROUTE, {"keys": JSON.keys(keys(2)), "lora": "sql"})
+        assert told["pool"]["blocks"] == 0, "the base model's blocks are not the adapter's"
 
 
 @pytest.mark.parametrize("speech", [JSON, MSGPACK], ids=["json", "msgpack"])

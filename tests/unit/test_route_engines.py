@@ -30,13 +30,15 @@ class Pool:
 
     def __init__(self) -> None:
         self.places: dict[bytes, list[tuple[str, str]]] = {}
+        self.of = {"i0": self.places}
 
     def find(self, instance: str, keys: Sequence[bytes]) -> list[Collection[tuple[str, str]]]:
         found: list[Collection[tuple[str, str]]] = []
+        places = self.of.get(instance, {})
         for key in keys:
-            if key not in self.places:
+            if key not in places:
                 break
-            found.append(self.places[key])
+            found.append(places[key])
         return found
 
 
@@ -173,7 +175,7 @@ async def test_keys_of_token_ids_are_computed_where_the_scheme_is_known() -> Non
     assert keys is not None
     member = town.engine("e0")
     member.own.store(GPU, None, [event_hash(key, "tail64") for key in keys[:2]], None, ROOT)
-    town.pool.places = {key: [(EXTERNAL, "")] for key in keys[:4]}
+    town.pool.places.update({key: [(EXTERNAL, "")] for key in keys[:4]})
     answer = await town.ask(token_ids=pack("<24I", *TOKENS))
     assert (answer.keys, answer.announced, answer.asked) == (keys, 4, 6)
     assert tiers(answer.engines[0]) == (2, 2, 2, 4), "by their hash, though nobody told its tokens"
@@ -218,6 +220,24 @@ async def test_an_engine_that_keeps_pairs_is_asked_by_pairs() -> None:
     changed = [*TOKENS]
     changed[BLOCK] = 999
     assert await town.by_tokens(changed) == [], "the first block takes in the token behind it"
+
+
+async def test_an_adapters_blocks_are_those_of_the_base_models_engines() -> None:
+    town = Town()
+    town.instances["i0.a"] = instance_up(instance="i0.a", lora="a", base="i0")
+    town.instances["i0.b"] = instance_up(instance="i0.b", lora="b", base="i0")
+    put(town.engine("near", node="n0"), GPU, 0, 2, root=token_root("a"))
+    put(town.engine("far", node="n1"), GPU, 0, 3)
+    town.pool.of["i0.a"] = {key: [(EXTERNAL, "")] for key in KEYS[:4]}
+    for instance, lora in (("i0.a", ""), ("i0.a", "a"), ("i0", "a")):
+        answer = await town.ask(instance=instance, lora=lora, keys=KEYS)
+        assert (answer.instance, answer.announced) == ("i0.a", 4), (instance, lora)
+        assert {(one.engine, one.blocks) for one in answer.engines} == {("near", 4), ("far", 4)}
+    (route,) = await town.by_tokens(instance="i0", lora="a")
+    assert (route.engine, tiers(route)) == ("near", (2, 2, 2, 2)), "its own memory, found by token ids"
+    for lora, instance in (("", "i0"), ("b", "i0.b"), ("unknown", "i0")):
+        answer = await town.ask(lora=lora, keys=KEYS)
+        assert (answer.instance, answer.announced) == (instance, 0), "another adapter's pool"
 
 
 async def test_questions_that_cannot_be_answered_are_refused_by_name() -> None:
