@@ -200,12 +200,12 @@ def walk_forgets_branches() -> Iterator[None]:
 @contextmanager
 def windows_lean_on_leader_memory() -> Iterator[None]:
     """What is announced depends on what this replica has shown to readers."""
-    known = told.may_stand
+    known = told._store
 
-    def may_stand(state: Any, slot: int) -> bool:
-        return known(state, slot) and bool(state.index.visible[slot])
+    def store(state: Any, memory: Any, slots: Any) -> Any:
+        return known(state, memory, [slot for slot in slots if state.index.visible[slot]])
 
-    with patch.object(told, "may_stand", may_stand):
+    with patch.object(told, "_store", store):
         yield
 
 

@@ -298,9 +298,11 @@ class World(House):
     def finish(self) -> None:
         """Everybody is gone: what was promised ends by itself, and nothing is left over."""
         self.flush()
-        if self.setting.volatile and (last := self.model.state.workers.get("k1")) is not None:
-            self.send(Deregister(kind="worker", id="k1", incarnation=last.incarnation))
-            self.bury(last.incarnation)
+        if self.setting.volatile:
+            if (last := self.model.state.workers.get("k1")) is not None:
+                self.send(Deregister(kind="worker", id="k1", incarnation=last.incarnation))
+            for life in self.incarnations["k1"]:  # also of one that everybody has forgotten
+                self.bury(life)
         for _ in range(4):
             self.now_ms += 9_000
             self.send(Tick())
