@@ -59,8 +59,8 @@ def chain(deployment: Deployment, rng: Random) -> list[bytes]:
 
 
 def published(seed: int) -> bool:
-    """Whether routers are told of the blocks of a seed's cluster: in most they are. (The number in the text is
-    one for which the seeds that are known to find something are without routers, as they were found.)"""
+    """Whether routers are told of the blocks of a seed's cluster: in most they are. (With this number the
+    seeds that are known to find something are without routers, as they were when they did.)"""
     return Random(f"routers 344 {seed}").random() < PUBLISHED_PART
 
 
