@@ -1,5 +1,6 @@
 """What an engine holds in its own tiers, kept so that a replica which missed something can be told all."""
 
+import re
 from array import array
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -13,6 +14,8 @@ from metaservice.wire.tokens import pack_tokens, token_count, unpack_tokens
 Change = tuple[int, int]
 """A block's event hash, and the index of the tier in which it came or went."""
 ITEM_BLOCKS_MAX = 512
+_TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,512}")
+"""An adapter's name, or a salt, that the service takes (`wire.schemas.Text`)."""
 _TIER = {name: index for index, name in enumerate(REPORTED_TIERS)}
 
 
@@ -70,15 +73,21 @@ class CacheMirror:
         lora: str,
         salt: str,
     ) -> None:
-        """Blocks that follow each other, the first one below `parent`. Raises ValueError for a tier, or a
-        number of token ids, that cannot be."""
+        """Blocks that follow each other, the first one below `parent`. Raises ValueError for a tier, a hash,
+        or a number of token ids, that cannot be: one of those in a report, and no report would be taken. Left
+        out and counted are blocks whose salt or adapter the service would not take: those are not the
+        engine's own doing, but in requests."""
         index = _index(tier)
+        _check(hashes if parent is None else [parent, *hashes])
         size, rest = divmod(len(token_ids), len(hashes) or 1)
         if rest or (hashes and not size):
             raise ValueError(f"{len(token_ids)} token ids for {len(hashes)} blocks")
         rows = [pack_tokens(token_ids[at * size : (at + 1) * size]) for at in range(len(hashes))]
         bit = 1 << index
         with self._lock:
+            if not (_TEXT.fullmatch(lora) and _TEXT.fullmatch(salt)):
+                self.left_out += len(rows)
+                return
             for event_hash, tokens in zip(hashes, rows, strict=True):
                 block = self._blocks.get(event_hash)
                 if block is None:
@@ -197,6 +206,16 @@ class _Run:
             lora=first.lora,
             salt=first.salt,
         )
+
+
+def _check(hashes: Sequence[int]) -> None:
+    """Raises ValueError for what is no event hash."""
+    try:
+        array("Q", list(hashes))
+    except (OverflowError, TypeError):
+        raise ValueError(
+            "event hashes are whole numbers from 0 to 2**64 - 1 (a negative one: modulo 2**64)"
+        ) from None
 
 
 def _index(tier: str) -> int:

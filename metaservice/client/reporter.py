@@ -39,7 +39,8 @@ _BEATS = 4
 
 class ReporterStats(Struct, frozen=True):
     """What a reporter did: `reports` and `blocks` told (to each replica), `snapshots` among the reports,
-    `refused` items, `left_out` blocks beyond `blocks_max`, and the `replicas` that are up to date now."""
+    `refused` items, `left_out` blocks (beyond `blocks_max`, or of a salt or adapter that the
+    service does not take), and the `replicas` that are up to date now."""
 
     reports: int
     blocks: int
@@ -152,7 +153,8 @@ class CacheReporter:
     ) -> None:
         """Blocks that follow each other are in `tier` (`gpu`, `cpu`, `storage`) now, the first one below the
         block of event hash `parent` (None: it begins a prompt). `token_ids`: of all of them. Raises
-        ValueError for what cannot be."""
+        ValueError for what cannot be: a hash outside of u64 (make signed ones of it: modulo 2**64), a token
+        id outside of u32, another number of ids than so many a block."""
         self._mirror.stored(tier, hashes, token_ids, parent, lora, salt)
         self._changed.set()
 

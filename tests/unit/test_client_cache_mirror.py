@@ -2,6 +2,7 @@
 
 from array import array
 
+import msgspec
 import pytest
 
 from metaservice.client.cache_mirror import ITEM_BLOCKS_MAX, CacheMirror, Changes, Items
@@ -127,6 +128,10 @@ def test_a_report_has_a_size() -> None:
         ("gpu", [A], []),
         ("gpu", [A], [-1]),
         ("gpu", [A], [2**32]),
+        ("gpu", [A, -1], [1, 2]),
+        ("gpu", [2**64], [1]),
+        ("gpu", ["a"], [1]),
+        ("gpu", [A + 0.5], [1]),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(
@@ -136,3 +141,20 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     with pytest.raises(ValueError):
         mirror.stored(tier, hashes, token_ids, None, "", "")
     assert (len(mirror), mirror.take()) == (0, Changes(False, []))
+
+
+@pytest.mark.parametrize("parent", [-1, 2**64, "root"])
+def test_a_parent_that_cannot_be_is_refused(parent: int) -> None:
+    mirror = CacheMirror(10)
+    with pytest.raises(ValueError):
+        mirror.stored("gpu", [A], [1], parent, "", "")
+    assert len(mirror) == 0
+
+
+@pytest.mark.parametrize(("lora", "salt"), [("", "s" * 513), ("l" * 513, ""), ("", "a\nb"), ("\x7f", "")])
+def test_what_a_request_brought_and_the_service_does_not_take_is_left_out(lora: str, salt: str) -> None:
+    mirror = CacheMirror(10)
+    mirror.stored("gpu", [A, B], ids(1, 2), None, lora, salt)
+    mirror.stored("gpu", [C], ids(1), None, "l" * 512, "ü" * 512)
+    assert (len(mirror), mirror.left_out) == (1, 2)
+    msgspec.convert(msgspec.to_builtins(mirror.items(mirror.all(), 10, 10).stored), list[StoredItem])
