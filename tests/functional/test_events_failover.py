@@ -112,6 +112,7 @@ def written(caller: Caller, prompt: Prompt) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_planned_handover_loses_no_batch(cluster: LocalCluster) -> None:
     """And nobody sends while the other does: numbers of both together are each there once."""
     leader, follower = pair(cluster)

@@ -121,6 +121,7 @@ def test_other_machines_hear_nothing_unless_encrypted(tmp_path: Path) -> None:
     assert "events-host" in said and "events-curve-secret" in said
 
 
+@pytest.mark.slow
 def test_a_port_that_somebody_has_stops_nobody(tmp_path: Path) -> None:
     """Its stream comes when the port is free; everything else works meanwhile."""
     ports = free_ports(128)
@@ -144,9 +145,8 @@ def test_a_port_that_somebody_has_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_without_events_nothing_listens_and_nothing_changes(tmp_path: Path) -> None:
-    with running(tmp_path) as configured:
-        ports = configured.ports
-    service = EventsService(tmp_path / "off")
+    service = EventsService(tmp_path)
+    ports = service.ports
     del service.process.settings["events_port_base"], service.process.settings["events_channels_max"]
     with service:
         service.ask("PUT", "/v1/tenants/acme", {})

@@ -242,6 +242,7 @@ def test_a_restart_goes_on_where_the_stream_was(tmp_path: Path) -> None:
         assert known(reader.index, "EXTERNAL") == wanted(prompt) | wanted(after)
 
 
+@pytest.mark.slow
 def test_a_restart_from_a_snapshot_of_the_journal_goes_on_too(tmp_path: Path) -> None:
     with running(tmp_path, snapshot_batches=20, snapshot_check_ms=100) as service:
         reader = furnished(service, "m1")
@@ -284,6 +285,7 @@ def test_the_publisher_that_dies_is_started_again_and_misses_nothing(tmp_path: P
         assert known(fresh(service, "m1"), "EXTERNAL") == wanted(prompt) | wanted(after)
 
 
+@pytest.mark.slow
 def test_the_publisher_ends_with_its_replica(tmp_path: Path) -> None:
     """One that went on alone would tell routers what it cannot know."""
     with running(tmp_path) as service:

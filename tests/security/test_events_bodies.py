@@ -85,6 +85,7 @@ def test_a_row_of_token_ids_a_key(house: tuple[EventsService, Reader], rows: int
     assert refusal.status in (400, 422) and refusal.field.startswith("tokens"), refusal
 
 
+@pytest.mark.slow
 def test_the_largest_request_is_taken_and_told(house: tuple[EventsService, Reader]) -> None:
     service, reader = house
     prompt = Prompt(2_101, 16_384)

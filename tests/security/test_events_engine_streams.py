@@ -139,6 +139,7 @@ def test_an_odd_event_does_not_spoil_the_next_batch(
     unharmed(service, reader, "m1")
 
 
+@pytest.mark.slow
 def test_events_without_end_are_bounded(house: tuple[EventsService, Reader], engine: EngineStream) -> None:
     """A million blocks of one engine, cleared now and then; the service answers meanwhile."""
     service, reader = house
@@ -208,6 +209,7 @@ def test_wild_numbers_do_not_stop_the_stream(
     unharmed(service, reader, "m1")
 
 
+@pytest.mark.slow
 def test_a_replay_that_never_ends_is_given_up(house: tuple[EventsService, Reader]) -> None:
     service, reader = house
     with EngineStream(replays=False) as engine:
