@@ -14,7 +14,11 @@ from tests.compat.stage import Stage
 FAILOVERS = 5
 STREAM_S = 1.0
 """How long is written before each kill."""
+END_SHARE = 0.99
 END_WITHIN_MS = 100.0
+"""Nobody waits longer for the next part of an answer in so many answers; the rest is for a machine that has
+something else to do as well, and far from the forever that a consumer would wait."""
+END_WITHIN_MS_MAX = 1_000.0
 
 
 class Writing:
@@ -122,12 +126,14 @@ def rows_1_9_26_replays(stage: Stage) -> str:
             ask()
         ask()
         stage.site.revive()
-        slowest = max(waits)
-        judge = Judge(fleet, stage.site.attached)
-        judge.settle(documents, SETTLE_S)
-        if slowest >= END_WITHIN_MS:
-            raise CaseFailed(f"an answer let its asker wait for {slowest:.0f} ms")
+        waits.sort()
+        most, slowest = waits[int(END_SHARE * (len(waits) - 1))], waits[-1]
+        Judge(fleet, stage.site.attached).settle(documents, SETTLE_S)
+        if most >= END_WITHIN_MS or slowest >= END_WITHIN_MS_MAX:
+            raise CaseFailed(
+                f"{END_SHARE:.0%} of the answers came within {most:.0f} ms, all in {slowest:.0f} ms"
+            )
         return (
-            f"{len(same)} batches alike; {len(waits)} replays through a failover, {frames} batches, the "
-            f"longest wait {slowest:.0f} ms"
+            f"{len(same)} batches alike; {len(waits)} replays through a failover, {frames} batches; the "
+            f"longest wait in one was {slowest:.0f} ms, in {END_SHARE:.0%} of them {most:.0f} ms"
         )

@@ -12,7 +12,7 @@ from metaservice.cli.local.cluster import DATABASE, LocalCluster
 from metaservice.cli.local.places import HOST
 from metaservice.cli.local.process import LocalFailed, title, until
 from metaservice.cli.local.replicas import LocalReplica, Settings
-from metaservice.client import Client, ClientConfig
+from metaservice.client import Client, ClientConfig, ClientError
 from tests.compat.indexer import Indexer
 
 LEASE_MS = 3_000
@@ -26,6 +26,7 @@ CHANNEL_PORTS = range(10_000, 15_000)
 RESTATE_MS = 30_000
 RETRY_MS = 30_000
 NEW_LEADER_TIMEOUT_S = 30.0
+EVENTS_TIMEOUT_S = 10.0
 REPLICAS = 2
 ATTACHMENT_POLL_MS = 500
 MERGED = ("merged-0", "merged-1")
@@ -186,11 +187,18 @@ class Site:
         self._found(self.operator)
 
     def events(self, replica: LocalReplica, instance: str = "") -> dict[str, Any]:
-        """What one replica says of its streams."""
+        """What one replica says of its streams. Raises ClientError when its publisher is away for long."""
+        path = f"/v1/events?instance={instance}" if instance else "/v1/events"
+        until_s = monotonic() + EVENTS_TIMEOUT_S
         with Client(ClientConfig(url=replica.url)) as asker:
-            path = f"/v1/events?instance={instance}" if instance else "/v1/events"
-            said: dict[str, Any] = asker.get_json(path)
-            return said
+            while True:
+                try:
+                    said: dict[str, Any] = asker.get_json(path)
+                except ClientError as error:
+                    if "events_unavailable" not in str(error) or monotonic() > until_s:
+                        raise
+                else:
+                    return said
 
     def publisher_of(self, replica: LocalReplica) -> int:
         """The process id of a replica's publisher. Raises LocalFailed when it has none."""
