@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,6 +14,7 @@ import typer
 
 from metaservice.cli.events_read import (
     END,
+    Desk,
     EventsUnreadable,
     Keys,
     Message,
@@ -74,6 +76,7 @@ def tail(
     """Follow streams and print their events, one JSON object a line."""
     with _refused():
         found = _places(url, endpoint, "", channel, instance, timeout_ms, merged=True)
+        _warn(found)
         until_s = time.monotonic() + seconds if seconds else float("inf")
         left = count or sys.maxsize
         with Streams(found, _keys(curve_secret, curve_server)) as streams:
@@ -94,7 +97,7 @@ def replay(
     ] = "",
     channel: Channel = None,
     instance: Instance = "",
-    first: Annotated[int, typer.Option("--from", min=0, help="From this number on.")] = 0,
+    first: Annotated[int, typer.Option("--from", min=0, max=END - 1, help="From this number on.")] = 0,
     last: Annotated[int | None, typer.Option("--to", min=0, help="Up to this number.")] = None,
     tokens: Tokens = False,
     timeout_ms: TimeoutMs = 2_000,
@@ -109,7 +112,7 @@ def replay(
             [one._replace(endpoints=()) for one in found], _keys(curve_secret, curve_server)
         ) as streams:
             for place in found:
-                for message in streams.replay(place.replays[0], first):
+                for message in streams.replay(place.replays[0].endpoint, first):
                     if last is not None and message.number > last:
                         break
                     for line in _lines(place, message, beats=True, tokens=tokens):
@@ -125,23 +128,31 @@ def verify(
     instance: Instance = "",
     seconds: Annotated[float, typer.Option(min=0, help="Follow the streams for so long.")] = 10,
     silence_ms_max: Annotated[
-        int, typer.Option(min=1_000, help="A stream that says nothing for longer does not hold.")
-    ] = 5_000,
+        int,
+        typer.Option(
+            min=1_000, help="A stream that says nothing for longer does not hold: a failover is shorter."
+        ),
+    ] = 15_000,
     timeout_ms: TimeoutMs = 2_000,
     curve_secret: CurveSecret = None,
     curve_server: CurveServer = "",
 ) -> None:
     """Follow streams as a router does, and see whether they hold: numbers without a gap that no replay fills,
     events that every router can read, and the same blocks as every replica replays. The last line is a JSON
-    object. Exit status 0: they hold; 1: they do not; 2: they cannot be read."""
+    object. Exit status 0: they hold; 1: they do not; 2: they cannot be read. A replica that is away is named,
+    and is no fault of the streams."""
     with _refused():
         if endpoint and not replay:
             raise EventsUnreadable("with --endpoint, --replay has to say where its replays are")
         found = _places(url, endpoint, replay, channel, instance, timeout_ms, merged=False)
+        _warn(found)
+        offered = partial(_offered, found, "" if replay else url, timeout_ms)
         with Streams(found, _keys(curve_secret, curve_server)) as streams:
-            report = Verifier(streams, silence_ms_max).run(seconds)
+            report = Verifier(streams, silence_ms_max, offered).run(seconds)
         for problem in report["problems"]:
             sys.stderr.write(f"{problem}\n")
+        for away in report["unanswered"]:
+            sys.stderr.write(f"{away} did not answer replays\n")
         _print(report)
     raise typer.Exit(EXIT_HOLDS if report["ok"] else EXIT_BROKEN)
 
@@ -221,9 +232,29 @@ def _places(
     merged: bool,
 ) -> list[Place]:
     if endpoint or replay:
-        live, replays = (endpoint,) * bool(endpoint), (replay,) * bool(replay)
+        live, replays = (endpoint,) * bool(endpoint), (Desk(replay, replay),) * bool(replay)
         return [Place(channel or 0, endpoint or replay, instance, "", live, replays)]
     return places(collect(_several(url), timeout_ms), channel, instance, merged=merged)
+
+
+def _warn(found: Sequence[Place]) -> None:
+    """Say which streams nobody that was asked publishes: nothing will come of them."""
+    for place in found:
+        if not place.live:
+            sys.stderr.write(
+                f"channel {place.channel} ({place.name}): no replica of --url publishes it: name all\n"
+            )
+
+
+def _offered(found: Sequence[Place], url: str, timeout_ms: int) -> set[str]:
+    """The replay endpoints that the replicas name now; without replicas to ask, all."""
+    if not url:
+        return {desk.endpoint for place in found for desk in place.replays}
+    try:
+        replies = collect(_several(url), timeout_ms)
+    except EventsUnreadable:
+        return set()
+    return {view.replay for reply in replies for view in reply.streams}
 
 
 def _only(reply: EventsReply, instance: str) -> EventsReply:

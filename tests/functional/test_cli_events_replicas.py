@@ -81,8 +81,9 @@ def test_streams_hold_over_a_failover_and_all_replicas_replay_the_same(cluster: 
     failover = ucm_meta("events", "verify", "--url", urls, "--seconds", "9", "--silence-ms-max", "8000")
     killer.join()
     report = json.loads(failover.stdout.splitlines()[-1])
-    # The killed one answers nothing in the end, which is said; the streams went on.
-    assert (failover.returncode, report["faults"]) == (1, {"unanswered": 1}), failover.stderr
+    # The killed one answers nothing in the end, which is said and is no fault: the streams went on.
+    assert (failover.returncode, report["faults"]) == (0, {}), failover.stderr
+    assert len(report["unanswered"]) == 1
     assert report["announced"] == 40
     assert report["longest_silence_ms"] < 8_000
     alive = next(url for url in cluster.urls if url != first.url)
