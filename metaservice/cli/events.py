@@ -161,10 +161,13 @@ class Consumer(StrEnum):
     """What can be attached."""
 
     dynamo_indexer = "dynamo-indexer"
+    dynamo_peer = "dynamo-peer"
     dynamo_frontend = "dynamo-frontend"
     select_service = "select-service"
     llm_d = "llm-d"
+    aibrix = "aibrix"
     mooncake = "mooncake"
+    hicache = "hicache"
     generic = "generic"
 
 
@@ -188,6 +191,8 @@ def attach(
     """
     with _refused():
         replies = [_only(reply, instance) for reply in collect(_several(url), timeout_ms)]
+        if instance and not any(reply.streams or reply.engines for reply in replies):
+            raise EventsUnreadable(f"{instance} has no stream and no engine")
         if not indexer:
             for line in RECIPES[consumer](replies):
                 print(line)
@@ -211,10 +216,14 @@ def keys(
     folder: Annotated[Path, typer.Argument(help="Where the files go.", exists=True, file_okay=False)],
     name: Annotated[str, typer.Argument(help="Of the pair: server, or a client's name.")],
 ) -> None:
-    """Make a CURVE key pair: FOLDER/NAME.key_secret, which only you can read, and print the public key."""
+    """Make a CURVE key pair: FOLDER/NAME.key_secret, which only you can read, and print the public key. A
+    pair that is there is never overwritten."""
     from metaservice.publish.curve import make_keys  # noqa: PLC0415
 
-    path, public = make_keys(folder, name)
+    try:
+        path, public = make_keys(folder, name)
+    except (OSError, ValueError) as error:
+        _stop(str(error), EXIT_UNREADABLE)
     print(f"{public}  {path}")
 
 

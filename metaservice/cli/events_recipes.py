@@ -5,9 +5,11 @@ Nothing is changed. `docs/routers.md` says why each of the settings is what it i
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
+from metaservice.cli.events_read import key_of
 from metaservice.wire.schemas_events import EngineView, EventsReply, StreamView
 
 WEIGHTS = {"gpu": 1.0, "cpu": 0.75, "storage": 0.25, "external": 0.25}
@@ -16,6 +18,8 @@ POD_CACHE_SIZE_DEFAULT = 10
 TIERS = 3
 """A pod may have one block in so many tiers, each an entry: in its GPU, on its node, in the pool."""
 ZMQ_PORT = 5557
+HICACHE_PORT = 5600
+PEER_PORT = 9090
 
 
 def llm_d(replies: Sequence[EventsReply]) -> Iterator[str]:
@@ -58,7 +62,7 @@ def dynamo_indexer(replies: Sequence[EventsReply]) -> Iterator[str]:
     yield "# on every replica; its leader registers and unregisters by itself"
     yield 'events_attachments = ["dynamo-indexer url=http://INDEXER:8090"]'
     yield "# or once, by hand: ucm-meta events attach dynamo-indexer --indexer http://INDEXER:8090"
-    for stream in _streams(replies):
+    for stream in _shared(replies):
         yield f"# channel {stream.channel}: {stream.topic} at {stream.endpoint}, replays at {stream.replay}"
 
 
@@ -87,7 +91,7 @@ def select_service(replies: Sequence[EventsReply]) -> Iterator[str]:
 def dynamo_frontend(replies: Sequence[EventsReply]) -> Iterator[str]:
     """Dynamo's own router takes one source a worker."""
     yield "# vLLM with our connector puts the pool's events in the engine's own stream: nothing to set there"
-    extra = {"publish": True, "pool_events": "auto"}
+    extra = {"publish": True, "pool_events": True}
     yield f"kv_connector_extra_config = {msgspec.json.encode(extra).decode()}"
     yield "# any other engine: its worker's relay reads a merged stream instead of the engine's"
     for stream in _streams(replies):
@@ -98,8 +102,8 @@ def dynamo_frontend(replies: Sequence[EventsReply]) -> Iterator[str]:
 def mooncake(replies: Sequence[EventsReply]) -> Iterator[str]:
     """Bodies of the conductor's POST /register."""
     for engine in _engines(replies):
-        for stream in _streams(replies):
-            if stream.channel in (engine.pool_channel, engine.local_channel) and not stream.engine:
+        for stream in _shared(replies):
+            if stream.channel in (engine.pool_channel, engine.local_channel):
                 body: dict[str, Any] = {
                     "endpoint": stream.endpoint,
                     "replay_endpoint": stream.replay,
@@ -115,32 +119,77 @@ def mooncake(replies: Sequence[EventsReply]) -> Iterator[str]:
 def generic(replies: Sequence[EventsReply]) -> Iterator[str]:
     """Where any subscriber connects."""
     for stream in _streams(replies):
+        name = f"engine {stream.engine}, merged" if stream.engine else f"channel {stream.channel}"
         yield (
-            f"channel {stream.channel}: SUB {stream.endpoint}, topic {stream.topic}, DEALER {stream.replay}, "
+            f"{name}: SUB {stream.endpoint}, topic {stream.topic}, DEALER {stream.replay}, "
             f"blocks of {stream.block_size_tokens} tokens, rank {stream.rank}"
         )
     yield "three frames: topic, number (u64 big-endian), msgpack [seconds, [events], rank]"
     yield "replay: send ['', start (u64 big-endian)], read ['', topic, number, payload] up to number 2**64-1"
 
 
+def dynamo_peer(replies: Sequence[EventsReply]) -> Iterator[str]:
+    """Dynamo's indexer begins with all that is announced."""
+    hosts = dict.fromkeys(urlsplit(stream.endpoint).hostname for stream in _shared(replies))
+    host = next((_bracketed(host) for host in hosts if host), "REPLICA")
+    yield "# on every replica: what a starting indexer fetches, once"
+    yield f'events_attachments = ["dynamo-peer port={PEER_PORT}"]'
+    yield "# and there; what comes after is told by the dynamo-indexer attachment"
+    yield f"python -m dynamo.indexer --peers http://{host}:{PEER_PORT}"
+
+
+def aibrix(replies: Sequence[EventsReply]) -> Iterator[str]:
+    """A stream of arrays, at the port that AIBrix dials."""
+    yield "# one of these, on all replicas; AIBrix dials pods at this port: put this address before the pod's"
+    for instance in _instances(replies):
+        yield f'events_attachments = ["generic port={ZMQ_PORT} instance={instance} emitter=array"]'
+
+
+def hicache(replies: Sequence[EventsReply]) -> Iterator[str]:
+    """Dynamo's router looks up a shared pool by SGLang's page hashes."""
+    yield "# one of these, on all replicas; tp: tensor-parallel ranks (0: MLA), prefix: the backend's tag and"
+    yield "# the model's name, joined by _"
+    for instance in _instances(replies):
+        emitter = "emitter=mooncake:tp=1;prefix=TAG_MODEL"
+        yield f'events_attachments = ["generic port={HICACHE_PORT} instance={instance} {emitter}"]'
+    yield "# Dynamo's router: --router-mode kv --shared-cache-type hicache, and in its environment"
+    yield f"DYN_MOONCAKE_KV_EVENTS_ENDPOINT=tcp://REPLICA:{HICACHE_PORT}"
+
+
 RECIPES: dict[str, Callable[[Sequence[EventsReply]], Iterator[str]]] = {
     "dynamo-indexer": dynamo_indexer,
+    "dynamo-peer": dynamo_peer,
     "dynamo-frontend": dynamo_frontend,
     "select-service": select_service,
     "llm-d": llm_d,
+    "aibrix": aibrix,
     "mooncake": mooncake,
+    "hicache": hicache,
     "generic": generic,
 }
 
 
 def _streams(replies: Sequence[EventsReply]) -> list[StreamView]:
     """Each stream once, as the replica has it that publishes it now."""
-    found: dict[tuple[int, str], StreamView] = {}
+    found: dict[tuple[str, int], StreamView] = {}
     for reply in replies:
         for stream in reply.streams:
-            if stream.live or (stream.channel, stream.engine) not in found:
-                found[stream.channel, stream.engine] = stream
+            if stream.live or key_of(stream) not in found:
+                found[key_of(stream)] = stream
     return [found[key] for key in sorted(found)]
+
+
+def _shared(replies: Sequence[EventsReply]) -> list[StreamView]:
+    """Those beside the engines' own."""
+    return [stream for stream in _streams(replies) if not stream.engine]
+
+
+def _instances(replies: Sequence[EventsReply]) -> list[str]:
+    return sorted({stream.instance for stream in _shared(replies)}) or ["INSTANCE"]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _engines(replies: Sequence[EventsReply]) -> list[EngineView]:

@@ -41,7 +41,9 @@ def register(
     """Register the streams of all engines at the indexer, or take all of ours away. Returns how many calls
     were refused, each of which is said. Raises IndexerFailed."""
     wishes = [] if remove else list(_wishes(replies, group_of, spare_rank))
-    ranks = {stream.channel: stream.rank for reply in replies for stream in reply.streams}
+    ranks = {
+        stream.channel: stream.rank for reply in replies for stream in reply.streams if not stream.engine
+    }
 
     def judge(_: int, rank: int, row: Listed) -> Judged | None:
         channel = rank - spare_rank

@@ -35,7 +35,14 @@ def load_keys(path: str) -> tuple[bytes, bytes]:
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, str]:
-    """A new key pair: the file of its secret key, which only its owner can read, and its public key (Z85)."""
+    """A new key pair: the file of its secret key, which only its owner can read, and its public key (Z85).
+    Raises ValueError where `name` is none for a file in `folder`, and FileExistsError where there is a pair
+    of the name: all who know the old one would be locked out."""
+    if name != Path(name).name or name in ("", ".", "..") or not name.isprintable():
+        raise ValueError(f"{name!r} is no name of a key pair: a file's name, without a folder")
+    for kept in (folder / f"{name}.key", folder / f"{name}.key_secret"):
+        if kept.is_symlink() or kept.exists():
+            raise FileExistsError(f"{kept} is there already; move it away first")
     before = os.umask(0o077)
     try:
         _, secret = zmq.auth.create_certificates(folder, name)

@@ -4,6 +4,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ import zmq
 
 from metaservice.cli.events_read import Desk, Place, Streams
 from metaservice.cli.events_verify import Verifier
+from metaservice.wire.schemas_events import EventsReply, StreamView
+from tests.functional.cli_house import ucm_meta
 from tests.functional.events_service import free_ports
 
 HASH = 2**40
@@ -145,3 +148,76 @@ def test_time_in_which_nobody_looked_is_no_silence(steady: Teller) -> None:
         threading.Event().wait(1.5)
         assert list(streams.live(0))
         assert streams.longest_silence_s[0] < 1.0
+
+
+# --- the commands, where the replica that is asked does not lead ---------------------------------------
+
+
+class Standby(BaseHTTPRequestHandler):
+    """A replica that knows one stream, and leads nothing."""
+
+    def do_GET(self) -> None:
+        view = StreamView(
+            channel=4,
+            shard=0,
+            kind="shared",
+            instance="i",
+            model="m",
+            node="",
+            rank=0,
+            topic="kv@pool@m",
+            endpoint=away(),
+            replay=away(),
+            live=False,
+            number=1,
+            block_size_tokens=16,
+            announced=0,
+        )
+        body = msgspec.json.encode(EventsReply(replica="standby", streams=[view]))
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def standby() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Standby)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_tail_says_at_once_which_streams_nobody_publishes(standby: str) -> None:
+    ran = ucm_meta("events", "tail", "--url", standby, "--seconds", "0.5")
+    assert (ran.returncode, ran.stdout) == (0, "")
+    assert "channel 4 (kv@pool@m): no replica of --url publishes it" in ran.stderr
+
+
+def test_an_instance_that_is_not_there_is_said(standby: str) -> None:
+    ran = ucm_meta("events", "attach", "generic", "--url", standby, "--instance", "nope")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "nope has no stream and no engine" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tail", "--url", "nonsense"),
+        ("tail", "--url", ""),
+        ("replay", "--endpoint", "tcp://127.0.0.1:9", "--from", str(2**64 - 1)),
+        ("attach", "generic", "--url", "nonsense"),
+        ("keys", "/tmp", "../x"),
+    ],
+)
+def test_what_cannot_be_is_said_without_a_traceback(words: tuple[str, ...]) -> None:
+    ran = ucm_meta("events", *words)
+    assert ran.returncode == 2
+    assert ran.stderr.strip()
+    assert "Traceback" not in ran.stderr
