@@ -67,8 +67,12 @@ class Judge:
         """(instance, key) -> the nodes that it is announced at"""
         self._waiting: dict[Spot, int] = {}
         """Could be announced -> number of the window since which"""
-        self._over: dict[str, int] = {}
-        """Instance -> by how much it was over its budget after the last window"""
+        self._over: dict[str, tuple[int, int]] = {}
+        """Instance -> its budget at the last window, and by how much it was over it"""
+        self._squeezed: set[Spot] = set()
+        """Went for want of room: they come back when somebody asks for them, or with the next rotation"""
+        self._changed: dict[str, int] = {}
+        """Instance ("": all) -> seq at which it, or where its blocks are, was put anew"""
         self._asked: dict[Spot, tuple[Told, int]] = {}
         """To be told again: how it was last told, and the number by which it has to be"""
 
@@ -98,6 +102,11 @@ class Judge:
         for spot, told in self.told.items():
             if instance in ("", spot.instance) and told.number <= number:
                 self._asked[spot] = (told, by)
+
+    def changed(self, instance: str, seq: int) -> None:
+        """How the instance is announced, or ("") where a storage is, is something else from that seq on: it
+        may have been yet something else before."""
+        self._changed[instance] = seq
 
     def steps(self, blocks: int) -> int:
         """In how many windows so many blocks are told."""
@@ -168,6 +177,7 @@ class Judge:
                 raise Violation(f"{spot} is told as {told}, it is {serving[spot]}")
             self._nodes.setdefault((spot.instance, spot.key), set()).add(spot.node)
             self.told[spot] = told
+            self._squeezed.discard(spot)
             self.tombs.pop(spot, None)
             parent = spot.key
 
@@ -191,13 +201,16 @@ class Judge:
         counts: dict[str, int] = {}
         for spot in self.told:
             counts[spot.instance] = counts.get(spot.instance, 0) + 1
+        before, self._over = self._over, {}
+        full = sum(len(gone.keys) // gone.key_length for gone in window.removed)
         for instance, count in counts.items():
-            over = count - publication(state, instance).entries_max
-            if over > 0 and over >= self._over.get(instance, over):
+            limit = publication(state, instance).entries_max
+            known_limit, known_over = before.get(instance, (limit, 0))
+            over = count - limit
+            stays = over >= known_over and limit == known_limit
+            if over > 0 and stays and full < self.limits.window_removed_max:
                 raise Violation(f"{instance} has {count} blocks announced, {over} too many")
-            self._over[instance] = over
-        for instance in self._over.keys() - counts.keys():
-            del self._over[instance]
+            self._over[instance] = limit, max(0, over)
 
     def nothing_left_out(self, state: State, serving: dict[Spot, Told], window: Window) -> None:
         """What may be announced, and is within the budget, is before long."""
@@ -212,6 +225,9 @@ class Judge:
                 waiting[spot] = self._waiting.get(spot, window.number)
         self._waiting = waiting
         for spot, since in waiting.items():
+            tomb = self.tombs.get(spot)
+            if tomb and spot in self._squeezed and not self.overdue(tomb.number, tomb.at_ms, window):
+                continue
             if window.number - since > self.steps(len(serving) + len(self.tombs)):
                 raise Violation(f"{spot} could be announced since window {since} and is not")
 
@@ -231,7 +247,10 @@ class Judge:
                 continue
             known = sum(other.instance == spot.instance for other in before)
             new = sum(len(run.tokens) for run in window.stored if run.instance == spot.instance)
-            if known + new < publication(state, spot.instance).entries_max:
+            changed_seq = max(self._changed.get(spot.instance, 0), self._changed.get("", 0))
+            if known + new >= publication(state, spot.instance).entries_max:
+                self._squeezed.add(spot)
+            elif changed_seq <= self.windows[-2].seq:
                 raise Violation(f"{spot} serves, there is room for it, and it is told as removed")
 
     def rotation(self, state: State, window: Window) -> None:

@@ -138,6 +138,8 @@ class World(House):
             (event.now_ms for event in reversed(new) if isinstance(event, Announced)), self.last_window_ms
         )
         self.model.step(command, self.now_ms, reply, self.observed(new))
+        if new and isinstance(command, PutInstance | PutStorage):
+            self.judge.changed(getattr(command, "instance", ""), self.machine.seq)
         if new:
             self.boundaries.append(len(self.events))
         for scope, (used_bytes, used_blocks) in self.model.live_uses().items() if before else ():
