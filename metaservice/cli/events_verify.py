@@ -40,6 +40,8 @@ class Verifier:
         self._recent: list[deque[Message]] = [deque(maxlen=RECENT) for _ in streams.places]
         self._away: set[str] = set()
         """Replicas that did not answer the last time."""
+        self._lost: set[int] = set()
+        """Streams of which something was missed that nobody has: waited for once, and no more."""
         self._unanswered: list[str] = []
         self._replay_s = 0.0
         self._gaps = self._replays = self._stale = self._mismatched = self._resets = 0
@@ -84,6 +86,7 @@ class Verifier:
             if state.is_old(message):
                 return
             if failure:
+                self._lost.add(at)
                 self._judge.problem(
                     "lost", f"{failure}; {state.number + 1} to {message.number - 1} are missing"
                 )
@@ -95,7 +98,7 @@ class Verifier:
         another a moment behind. What went wrong, when nobody has it."""
         state = self._states[at]
         name = self._streams.places[at].name
-        until_s = time.monotonic() + SETTLE_S
+        until_s = time.monotonic() + (0 if at in self._lost else SETTLE_S)
         while True:
             failure = f"{name}: no replica replays what was missed"
             for desk in self._desks(at):
