@@ -39,20 +39,41 @@ def refuse(state: State, command: PutInstance) -> Rejection | None:
             return refused
     if not 1 <= wanted.entries_max <= 100_000_000:
         return Rejection("invalid_field", "expected 1..100000000", "publication.entries_max")
-    if wanted.base:
-        base = state.instances.get(wanted.base)
-        if base is None or wanted.base == command.instance:
-            return Rejection(
-                "invalid_field", "expected another instance, registered before", "publication.base"
-            )
-        shard = known.shard if known is not None else command.shard
-        if state.shards > 1 and shard not in (None, base.shard):
-            return Rejection(
-                "invalid_field",
-                f"the base lives in shard {base.shard}: put this instance there too (shard: {base.shard})",
-                "publication.base",
-            )
-    return _mixed(state, command)
+    return (_misplaced(state, command, wanted) if wanted.base else None) or _mixed(state, command)
+
+
+def _misplaced(state: State, command: PutInstance, wanted: Publication) -> Rejection | None:
+    """Why its blocks cannot be told in the streams of its base: whoever reads those sees them."""
+    base = state.instances.get(wanted.base)
+    if base is None or wanted.base == command.instance:
+        return Rejection("invalid_field", "expected another instance, registered before", "publication.base")
+    if base.group.tenant.id != state.groups[command.group].tenant.id:
+        return Rejection(
+            "invalid_field",
+            f"the base is of tenant {base.group.tenant.id!r}, whose routers would be told of these blocks",
+            "publication.base",
+        )
+    if base.publication is not None and base.publication.base:
+        return Rejection(
+            "invalid_field",
+            f"{wanted.base!r} is told in the streams of {base.publication.base!r} itself: name that one",
+            "publication.base",
+        )
+    if not wanted.lora:
+        return Rejection(
+            "invalid_field",
+            "expected the adapter's name: what else tells them from the base's",
+            "publication.lora",
+        )
+    known = state.instances.get(command.instance)
+    shard = known.shard if known is not None else command.shard
+    if state.shards > 1 and shard not in (None, base.shard):
+        return Rejection(
+            "invalid_field",
+            f"the base lives in shard {base.shard}: put this instance there too (shard: {base.shard})",
+            "publication.base",
+        )
+    return None
 
 
 def _renamed(known: Instance, wanted: Publication) -> Rejection | None:

@@ -9,8 +9,10 @@ from msgspec.structs import replace
 from metaservice.core.commands import (
     DeleteInstance,
     Deregister,
+    PutGroup,
     PutInstance,
     PutStorage,
+    PutTenant,
     RegisterEngine,
     Restate,
     StartWrite,
@@ -104,6 +106,25 @@ def test_row_27_two_hash_spaces_in_one_routing_group_are_refused(change: dict[st
             publication=Publication("model", hash_of="head64"),
         )
     ) == "hash_space_mixed"  # fmt: skip
+
+
+def test_an_adapters_blocks_are_told_in_its_bases_streams_only_to_its_own_tenant() -> None:
+    told = Told()
+    told.done(PutTenant(tenant="other"))
+    told.done(PutGroup(group="theirs", tenant="other", storages=("s",)))
+    adapter = PutInstance(
+        instance="a", group="g", fingerprint=FINGERPRINT, publication=Publication("model", lora="l", base="i")
+    )
+    for wrong in (
+        replace(adapter, group="theirs"),
+        replace(adapter, publication=Publication("model", base="i")),
+        replace(adapter, publication=Publication("model", lora="l", base="nobody")),
+        replace(adapter, publication=Publication("model", lora="l", base="a")),
+    ):
+        assert told.refused(wrong) == "invalid_field"
+    told.done(adapter)
+    below = replace(adapter, instance="b", publication=Publication("model", lora="m", base="a"))
+    assert told.refused(below) == "invalid_field"
 
 
 def test_row_16_tokens_that_are_not_a_whole_block_are_refused() -> None:

@@ -193,7 +193,7 @@ def test_what_is_owed_is_counted_by_instance() -> None:
     assert not told.machine.untold("i")
 
 
-@pytest.mark.parametrize("change", [{"hash_of": "head64"}, {"base": "b"}])
+@pytest.mark.parametrize("change", [{"hash_of": "head64"}, {"base": "b", "lora": "l"}])
 def test_what_was_told_under_one_hash_in_one_stream_is_taken_back_there(change: dict[str, str]) -> None:
     told = Told()
     told.publish(replace(PUBLICATION, routing_group="other"), "b")
