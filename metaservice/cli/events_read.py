@@ -242,7 +242,9 @@ class Streams:
                     self._look(0)
                 if not socket.poll(PUMP_MS):
                     if time.monotonic() - heard_s > timeout_ms / 1_000:
-                        text = f"{endpoint} does not end its replay: nothing for {timeout_ms} ms"
+                        text = (
+                            f"{endpoint} does not end its replay, or refuses us: nothing for {timeout_ms} ms"
+                        )
                         raise EventsUnreadable(text)
                     continue
                 frames = socket.recv_multipart()

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from metaservice.config.settings import Config
 from metaservice.publish.attach.rows import AttachmentError, Row, parse, ports
-from metaservice.publish.settings import PORT_MAX, PublishConfig, is_loopback
+from metaservice.publish.settings import PORT_MAX, PublishConfig, PublishRefused, is_loopback
 
 KEY_CHARACTERS = 40
 """Of a CURVE public key in Z85."""
@@ -50,6 +50,17 @@ def faults(config: Config) -> Iterator[Fault]:
     yield from _attachments(config)
 
 
+def file_faults(config: Config) -> Iterator[Fault]:
+    """What cannot work of the files that are named, as they are now."""
+    from metaservice.publish.curve import load_keys  # noqa: PLC0415 - only for who has keys
+
+    if config.events_port_base and config.events_curve_secret:
+        try:
+            load_keys(str(config.events_curve_secret))
+        except PublishRefused as error:
+            yield "events_curve_secret", _literal(f"which cannot be used: {error}")
+
+
 def _ports(config: Config) -> Iterator[Fault]:
     taken = _range(config)
     if taken[-1] > PORT_MAX:
@@ -68,6 +79,8 @@ def _ports(config: Config) -> Iterator[Fault]:
 def _reach(config: Config) -> Iterator[Fault]:
     if config.events_host == "*" and not config.events_advertise:
         yield "events_host", "and {events_advertise} has to say what consumers connect to"
+    if config.events_shared_address and not config.events_advertise:
+        yield "events_shared_address", "and {events_advertise} has to be the address that leads to the leader"
     if is_loopback(config.events_host) or config.events_curve_secret or config.events_allow_plain:
         return
     yield (

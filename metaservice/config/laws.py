@@ -1,12 +1,12 @@
 """What must hold of the settings: ranges, what needs what, and the timing laws, each with its reason."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from metaservice.config.events import faults
+from metaservice.config.events import faults, file_faults
 from metaservice.config.secrets import HIDDEN, SECRETS, redact
 from metaservice.config.settings import CLOCK_STEP_MS, SETTINGS, Config, ConfigError, Setting, value_of
 
@@ -83,6 +83,11 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
     _Checks(config, origins or {}).run()
 
 
+def check_files(config: Config, origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for a file that a setting names and that cannot be used, as it is now."""
+    _Checks(config, origins).refuse(file_faults(config))
+
+
 def dsn_fault(url: str) -> str:
     """What keeps a text from being the URL of a database, '' when nothing does. Says nothing of what is in
     it: it has a password."""
@@ -119,8 +124,7 @@ class _Checks:
         self._names()
         self._journal()
         self._etcd()
-        for name, wrong in faults(self._config):
-            self._fail(name, wrong.format_map({row.name: row.flag for row in SETTINGS.values()}))
+        self.refuse(faults(self._config))
         if self._config.replicated:
             self._addresses()
         for law in LAWS:
@@ -135,6 +139,11 @@ class _Checks:
         if self._config.replicated:
             for law in REPLICATED_LAWS:
                 self._law(law)
+
+    def refuse(self, found: Iterable[tuple[str, str]]) -> None:
+        """The first fault, with settings by their flags."""
+        for name, wrong in found:
+            self._fail(name, wrong.format_map({row.name: row.flag for row in SETTINGS.values()}))
 
     def _range(self, setting: Setting) -> None:
         value = value_of(self._config, setting.name)

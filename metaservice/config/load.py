@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metaservice.config.laws import check
+from metaservice.config.laws import check, check_files
 from metaservice.config.settings import SETTINGS, Config, make
 from metaservice.config.sources import FILE_VARIABLE, Given, from_environment, from_file, from_flags
 
@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
 
     loaded = load(arguments, environment)
     if loaded.check_config:
+        check_files(loaded.config, loaded.origins)
         sys.stdout.write(effective(loaded.config, loaded.origins))
         raise SystemExit(0)
     return loaded.config

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from metaservice.config import ConfigError, parse
 from metaservice.config.events import publish_config
 from metaservice.publish.attach.rows import AttachmentError, ports
 from metaservice.publish.attach.rows import parse as parse_row
+from metaservice.publish.curve import make_keys
 
 KEY = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"
 ON = ["--events-port-base", "20000"]
@@ -51,6 +53,7 @@ def test_clients_of_curve_are_told_by_the_length_of_their_key() -> None:
         ([*ON, "--port", "21999"], ["--port is 21999", "20000 to 21999", "--events-port-base"]),
         ([*ON, "--events-host", "10.0.0.1"], ["--events-curve-secret", "--events-allow-plain"]),
         ([*ON, "--events-host", "*", "--events-allow-plain"], ["--events-advertise"]),
+        ([*ON, "--events-shared-address"], ["--events-shared-address", "--events-advertise"]),
         ([*ON, "--events-curve-secret", "f"], ["--events-curve-secret", "--events-curve-clients"]),
         ([*ON, "--events-curve-clients", f"{KEY}=*"], ["--events-curve-secret everybody"]),
         ([*ON, "--events-curve-secret", "f", "--events-curve-clients", "short=*"], ["KEY=TENANT", "40"]),
@@ -72,6 +75,19 @@ def test_what_cannot_work_is_refused_by_name(flags: list[str], messages: list[st
         parse(flags, {})
     for message in messages:
         assert message in str(raised.value)
+
+
+def test_check_config_refuses_a_key_file_that_a_start_would_refuse(tmp_path: Path) -> None:
+    flags = [*ON, "--events-curve-clients", f"{KEY}=*", "--check-config", "--events-curve-secret"]
+    with pytest.raises(ConfigError, match=r"--events-curve-secret .*cannot be used"):
+        parse([*flags, str(tmp_path / "none")], {})
+    secret, _ = make_keys(tmp_path, "server")
+    with pytest.raises(SystemExit) as raised:
+        parse([*flags, str(secret)], {})
+    assert raised.value.code == 0
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        parse([*flags, str(secret)], {})
 
 
 def test_row_18_merged_streams_have_ports_of_their_own() -> None:
