@@ -68,7 +68,6 @@ class EngineStream:
         self.endpoint = f"tcp://{HOST}:{free_port()}"
         self.replay = f"tcp://{HOST}:{free_port()}"
         self._topic = topic.encode()
-        self._context = zmq.Context()
         self._start()
 
     def __enter__(self) -> Self:
@@ -84,6 +83,7 @@ class EngineStream:
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=RING_BATCHES)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         self._pub.setsockopt(zmq.LINGER, 0)
@@ -99,6 +99,7 @@ class EngineStream:
         self._thread.join()
         self._pub.close()
         self._router.close()
+        self._context.term()  # the ports are free once it returns, and not before
 
     def restart(self) -> None:
         """A new life of the engine."""
@@ -109,7 +110,6 @@ class EngineStream:
         """End it; says nothing to subscribers, as a process that dies."""
         if not self._context.closed:
             self._stop()
-            self._context.term()
 
     def publish(self, events: Sequence[Event]) -> int:
         """One batch; its seq."""
