@@ -111,6 +111,7 @@ def instance(collector: Collector, trace: str) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_i9_spans_of_all_processes_arrive_and_none_hangs_when_the_collector_is_gone() -> None:
     with Collector().listening() as collector:

@@ -90,6 +90,7 @@ def test_replay_of_a_range_is_that_range(service: EventsService) -> None:
     assert {row["seq"] for row in rows(ran)} <= {FIRST, FIRST + 1, FIRST + 2}
 
 
+@pytest.mark.slow
 def test_tail_prints_events_as_they_come(service: EventsService) -> None:
     wrote = threading.Timer(1.5, lambda: service.write(Prompt(77, 2)))
     wrote.start()
@@ -371,6 +372,7 @@ def test_a_replay_that_tells_another_story_is_a_fault() -> None:
     assert (status, report["faults"], report["mismatched"]) == (1, {"differs": 1}, 1)
 
 
+@pytest.mark.slow
 def test_a_replay_that_never_ends_is_unreadable() -> None:
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -381,6 +383,7 @@ def test_a_replay_that_never_ends_is_unreadable() -> None:
     assert "does not end" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_stream_that_comes_late_is_read_all_the_same() -> None:
     """Nobody was there when it was subscribed to."""
     port = free_ports(1)

@@ -97,6 +97,7 @@ def away() -> str:
     return f"tcp://127.0.0.1:{free_ports(1)}"
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_away_makes_no_stream_silent(steady: Teller) -> None:
     """It is asked first, time and again, and does not answer: meanwhile the other stream is read on."""
     gone = away()
@@ -108,6 +109,7 @@ def test_a_replica_that_is_away_makes_no_stream_silent(steady: Teller) -> None:
     assert report["longest_silence_ms"] < 1_000
 
 
+@pytest.mark.slow
 def test_a_replica_that_did_not_answer_is_asked_last() -> None:
     with closing(Teller(skip=range(20, 80, 10))) as gappy, closing(Teller(mute=True)) as mute:
         report = verified(place(0, gappy, mute.replay, gappy.replay), offered=())
@@ -122,6 +124,7 @@ def test_a_standby_that_is_a_moment_behind_is_not_the_last_that_is_asked() -> No
     assert report["gaps"] >= 1
 
 
+@pytest.mark.slow
 def test_what_no_replica_has_is_lost() -> None:
     begun_s = time.monotonic()
     with closing(Teller(skip=range(20, 180, 20))) as gappy, closing(Teller(behind=10**6)) as behind:
@@ -131,6 +134,7 @@ def test_what_no_replica_has_is_lost() -> None:
     assert time.monotonic() - begun_s < 12  # which was waited for once
 
 
+@pytest.mark.slow
 def test_replays_that_a_replica_offers_and_does_not_answer_are_a_fault(steady: Teller) -> None:
     with closing(Teller(mute=True)) as mute:
         report = verified(place(0, steady, steady.replay, mute.replay), offered=(mute.replay,), seconds=0.3)

@@ -77,6 +77,7 @@ def test_a_prompt_is_found_in_the_pool_and_in_an_engine(service: EventsService, 
     )
 
 
+@pytest.mark.slow
 def test_reports_are_told_again_to_a_service_that_was_killed(service: EventsService, client: Client) -> None:
     prompt = Prompt(2, 5)
     client.register_engine("e2", instance="m1")

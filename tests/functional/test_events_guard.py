@@ -88,6 +88,7 @@ def test_who_may_see_all_hears_all(service: EventsService, ring: Ring) -> None:
     assert hears(service, "ours", ring.of("auditor")) and hears(service, "theirs", ring.of("auditor"))
 
 
+@pytest.mark.slow
 def test_strangers_hear_nothing(service: EventsService, ring: Ring) -> None:
     assert not hears(service, "ours", ring.of("stranger"))
     assert not hears(service, "ours", None), "no keys at all"

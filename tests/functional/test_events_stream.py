@@ -202,6 +202,7 @@ def test_publication_may_begin_and_end_while_blocks_are_there(service: EventsSer
     assert service.lookup(between, name) == 3
 
 
+@pytest.mark.slow
 def test_no_more_than_the_budget_is_told_and_what_is_asked_for_stays(
     service: EventsService, name: str
 ) -> None:
