@@ -250,8 +250,16 @@ class Judge:
             changed_seq = max(self._changed.get(spot.instance, 0), self._changed.get("", 0))
             if known + new >= publication(state, spot.instance).entries_max:
                 self._squeezed.add(spot)
-            elif changed_seq <= self.windows[-2].seq:
+            elif changed_seq <= self.windows[-2].seq and not self._written_since(spot, state):
                 raise Violation(f"{spot} serves, there is room for it, and it is told as removed")
+
+    def _written_since(self, spot: Spot, state: State) -> bool:
+        """Whether this is another copy, written since the window before: the one that was told is gone."""
+        return any(
+            (copy.instance, copy.key, copy.state) == (spot.instance, spot.key, LocationState.serving)
+            and copy.seq > self.windows[-2].seq
+            for copy in state.copies.values()
+        )
 
     def rotation(self, state: State, window: Window) -> None:
         """Everything is told once more as time passes, also what is gone."""
@@ -260,6 +268,9 @@ class Judge:
                 raise Violation(f"{spot} was last told in window {told.number} at {told.at_ms}")
         for spot, tomb in self.tombs.items():
             known = spot.instance in state.instances and published(state, spot.instance)
+            # an instance that was put anew under its name is another one: nobody tells of the one before
+            anew_seq = max(self._changed.get(spot.instance, 0), self._changed.get("", 0))
+            known = known and anew_seq <= self.windows[tomb.number - self.windows[0].number].seq
             if known and not tomb.again and self.overdue(tomb.number, tomb.at_ms, window):
                 raise Violation(f"that {spot} is gone was told in window {tomb.number} and never again")
 
