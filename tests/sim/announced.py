@@ -269,7 +269,7 @@ class Judge:
         for spot, tomb in self.tombs.items():
             known = spot.instance in state.instances and published(state, spot.instance)
             # an instance that was put anew under its name is another one: nobody tells of the one before
-            anew_seq = max(self._changed.get(spot.instance, 0), self._changed.get("", 0))
+            anew_seq = self._changed.get(spot.instance, 0)
             known = known and anew_seq <= self.windows[tomb.number - self.windows[0].number].seq
             if known and not tomb.again and self.overdue(tomb.number, tomb.at_ms, window):
                 raise Violation(f"that {spot} is gone was told in window {tomb.number} and never again")
